@@ -233,11 +233,11 @@ def run_steps(
 def _length_notice(cfg: Config) -> str:
     """Return a sentence about answers that the context ends before max_new_tokens; "" where there are none."""
     generation = cfg.policy.generation
-    length, asked = generation.vllm_cfg.max_model_len, generation.max_new_tokens
-    if asked < length:
+    length, limit = generation.vllm_cfg.max_model_len, generation.max_new_tokens
+    if limit < length:
         return ""
     return (
-        f"policy.generation.max_new_tokens={asked}, but a prompt and its answer have {length} tokens at most "
+        f"policy.generation.max_new_tokens={limit}, but a prompt and its answer have {length} tokens at most "
         "(policy.max_total_sequence_length, vllm_cfg.max_model_len): longer answers are cut off there"
     )
 

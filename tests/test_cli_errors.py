@@ -269,8 +269,8 @@ def test_the_warm_model_that_is_still_to_be_made_is_answered_with_how(folder, re
         (("frobnicate",), "there is no command frobnicate; `nemo-fp8rl --help` lists them"),
         (("train", "tiny_cqu"), "there is no file tiny_cqu, and no recipe of that name; did you mean tiny_cpu?"),
         (("train", "conf/tiny_cp.yaml"), "there is no file conf/tiny_cp.yaml; did you mean tiny_cpu?"),
-        (("compare", "tiny", "--flows", "bf61"), "--flows bf61: the comparison has no such; did you mean bf16?"),
-        (("compare", "tiny", "--seeds", "9"), "--seeds 9: the comparison has no such; it has 1, 2, 3, 4, 5"),
+        (("compare", "tiny", "--flows", "bf61"), "--flows bf61: the comparison has no such value; did you mean bf16?"),
+        (("compare", "tiny", "--seeds", "9"), "--seeds 9: the comparison has no such value; it has 1, 2, 3, 4, 5"),
     ],
 )
 def test_a_misspelled_name_is_answered_with_the_nearest(refused_message, folder, monkeypatch, words, message):

@@ -57,16 +57,16 @@ class GateConfig(Block):
 
 ALARM_METRIC = "token_mult_prob_error"
 ROUNDING = 0.02
-"""What bfloat16 kernels explain of the metric's excess over 1 that round differently: four times the largest step of
-docs/results.md, as the other numbers here."""
+"""Excess of the metric over 1 that bfloat16 kernels with other rounding points explain. This and the next numbers are
+about four times the largest step in docs/results.md."""
 ALIGNED = 0.01
-"""The same where the trainer rounds as the engine does."""
+"""Excess where the trainer rounds as the engine does."""
 FP8_KERNELS, FP8_ENGINE, FP8_CACHE = 0.06, 0.14, 0.06
-"""More than that, with FP8 kernels that round differently, with FP8 on one side, and with an FP8 KV cache."""
+"""Further excess with FP8 kernels that round differently, with FP8 on one side, and with an FP8 KV cache."""
 EXPERTS = 10
 """Factor for a mixture of experts: a token whose router decides otherwise in the engine gets other experts."""
 STALENESS = 1.0
-"""More than that where engines generate from older weights."""
+"""Further excess where engines generate from older weights."""
 
 
 def explained_mismatch(

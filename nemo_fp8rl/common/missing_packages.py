@@ -38,18 +38,18 @@ def as_user_error(error: ModuleNotFoundError, command: str) -> UserError | None:
 
 def check_torch_libraries() -> None:
     """Raise UserError for a torchvision that is made for CUDA beside torch's CPU build."""
-    torch, wrong = _version("torch"), [name for name in FOR_TORCH if not _version(name).endswith(("+cpu", "none"))]
-    if torch.endswith("+cpu") and FOR_TORCH[0] in wrong:
+    torch, others = _version("torch"), [name for name in FOR_TORCH if not _version(name).endswith(("+cpu", "none"))]
+    if torch.endswith("+cpu") and FOR_TORCH[0] in others:
         raise UserError(
             f"torchvision {_version('torchvision')} is built for CUDA and torch {torch} is not, so that transformers "
-            f"and vLLM fail as they import it; nothing here needs it: pip uninstall -y {' '.join(wrong)}"
+            f"and vLLM fail as they import it; nothing here needs it: pip uninstall -y {' '.join(others)}"
         )
 
 
 def _required() -> set[str]:
     """Return the distributions that the package or one of its extras asks for, and those of the tested versions."""
-    own = metadata.requires("nemo-fp8rl") if _version("nemo-fp8rl") != "none" else None
-    lines = [*(own or ()), *REQUIREMENTS.with_name("lock.txt").read_text().splitlines()]
+    extras = metadata.requires("nemo-fp8rl") if _version("nemo-fp8rl") != "none" else None
+    lines = [*(extras or ()), *REQUIREMENTS.with_name("lock.txt").read_text().splitlines()]
     return {_normal(match[0]) for line in lines if (match := re.match(r"[\w.-]+", line))} | {"torch", "vllm"}
 
 

@@ -14,7 +14,7 @@ SAME_BYTES = MayChange("engines end with the same bytes")
 
 @dataclass(frozen=True)
 class RefitConfig(Block):
-    """How a version of the weights travels from the trainer's ranks to the engines."""
+    """The way in which a version of the weights travels from the trainer's ranks to the engines."""
 
     mode: Literal["auto", "full", "delta"] = "auto"
     """Send all bytes or those that changed. auto takes whichever took less time, and full with offload_between_phases,
@@ -63,8 +63,8 @@ class Fp8RlConfig(Block):
     gates: Annotated[tuple[GateConfig, ...], MayChange("a run that a gate stopped can go on")] = ()
     """Limits on the mismatch of trainer and engine."""
     mismatch_alarm: Annotated[Literal["warn", "stop", "none"], MAY_CHANGE] = "warn"
-    """What to do about a step whose mismatch is larger than its precision explains: one line on stderr and in the log,
-    or end the run, or nothing."""
+    """Action at a step whose mismatch is larger than its precision explains. warn: one line on stderr and in the log;
+    stop: end the run; none: nothing."""
 
     @property
     def trainer_fp8(self) -> bool:

@@ -65,9 +65,9 @@ def shipped_recipe(word: str, folder: str = "") -> Path | None:
 
 def _nearest(word: str, names: list[str]) -> str:
     """Return "; did you mean NAME?", or "" if no name is near."""
-    wanted = Path(word).stem if word.endswith((".yaml", ".yml")) else word.rpartition("/")[2]
+    stem = Path(word).stem if word.endswith((".yaml", ".yml")) else word.rpartition("/")[2]
     last_parts = {name.rpartition("/")[2]: name for name in reversed(names)}  # the first of two names stays
-    near = difflib.get_close_matches(wanted, last_parts, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(stem, last_parts, n=1, cutoff=0.7)
     return f"; did you mean {last_parts[near[0]]}?" if near else ""
 
 

@@ -1,4 +1,4 @@
-"""What the model sees of a prompt: the chat template that `policy.tokenizer.chat_template` chooses, NeMo RL's key.
+"""The rendering of prompts by the chat template that `policy.tokenizer.chat_template`, NeMo RL's key, chooses.
 
     default       the tokenizer's own template; a tokenizer without one gets the text with its own special tokens
     null          no template: the contents of the messages, without special tokens
@@ -20,7 +20,7 @@ from nemo_fp8rl.data.records import Record
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """NeMo RL's template for null (data/chat_templates.py, passthrough_prompt_response)."""
 KEY = "policy.tokenizer.chat_template"
-OWN_ARGUMENTS = {
+TOKENIZER_ARGUMENTS = {
     *("conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
@@ -47,10 +47,10 @@ class PromptRenderer:
         """Raises: UserError for a template or arguments that cannot be used"""
         self.tokenizer, self.name, self.date, self.date_is_printed = tokenizer, cfg.name, date, False
         self.variables: Mapping[str, Any] = cfg.chat_template_kwargs or {}
-        if wrong := sorted(OWN_ARGUMENTS & self.variables.keys()):
+        if arguments := sorted(TOKENIZER_ARGUMENTS & self.variables.keys()):
             raise UserError(
                 "policy.tokenizer.chat_template_kwargs are for the template's own variables, and "
-                f"{', '.join(wrong)} is an argument of the tokenizer; remove it"
+                f"{', '.join(arguments)} is an argument of the tokenizer; remove it"
             )
         if reason := why_no_template(cfg.chat_template):
             raise UserError(reason)

@@ -101,8 +101,8 @@ def _read(data: TrainDataConfig | ValidationDataConfig, block: str, cfg: Config)
 
 def _notes(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config) -> tuple[str, ...]:
     renderer, first = tokenizer.renderer, train[0].rendered
-    shown = repr(first[:LONGEST]) + ("..." if len(first) > LONGEST else "")
-    notes = [f"{renderer.description}; the model sees, for instance, {shown}"]
+    excerpt = repr(first[:LONGEST]) + ("..." if len(first) > LONGEST else "")
+    notes = [f"{renderer.description}; the model sees, for instance, {excerpt}"]
     if renderer.date_is_printed:
         notes.append(f"the chat template prints the date: {renderer.date:%Y-%m-%d}, in all of this run")
     answers: dict[tuple[int, ...], set[str]] = {}
@@ -120,7 +120,7 @@ def _notes(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config) -> tupl
 
 
 def _content(prompt: Prompt) -> tuple[object, ...]:
-    """What an answer's reward depends on. Earlier versions had prompts and answers of text alone."""
+    """Return what an answer's reward depends on. Texts alone have the form that earlier versions recorded."""
     if prompt.other_answers or not prompt.answer:
         return prompt.text, prompt.answer, prompt.other_answers, repr(prompt.fields.get("answer"))
     return prompt.text, prompt.answer

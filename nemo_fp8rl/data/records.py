@@ -1,7 +1,7 @@
 """One sample of a dataset: the forms of prompts and answers that are read, and what is refused.
 
     prompt    text, or a conversation: a list of role and content, or of from and value (ShareGPT)
-    answer    text, a number (its text counts), or a list of accepted answers; a user's own reward takes any value
+    answer    text, a number (its text counts), or a list of accepted answers; the user's function takes any value
 
 A value that could mean two things is refused with its line, and nothing is guessed: other fields are named by
 `input_key` and `output_key`.
@@ -28,12 +28,12 @@ LONGEST = 60
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Where a dataset has prompt and answer.
+    """The names of the fields that hold prompt and answer.
 
     block:       the recipe's block of the dataset, for messages
     input_key:   field of the prompt, a.b for one within an object; None looks for PROMPT_FIELDS
     output_key:  field of the answer; None is ANSWER_FIELD, or the last message of a conversation
-    any_answer:  an answer may have any JSON type or be missing: a reward of the user's own decides
+    any_answer:  an answer may have any JSON type or be missing: a reward function of the user decides
     """
 
     block: str = "data.train"
@@ -63,7 +63,7 @@ class Record:
 
     @property
     def question(self) -> tuple[str, str]:
-        """What makes two records the same question: the prompt, and the tools of a conversation."""
+        """The key of equal questions: the prompt, and the tools of a conversation."""
         return self.prompt, json.dumps(self.tools) if self.tools else ""
 
     @property
@@ -207,7 +207,7 @@ def _accepted_answers(answer: Any, place: str, names: FieldNames) -> tuple[str, 
         return answer_text(answer, where)
     try:
         return answer_text(answer, where)
-    except UserError:  # only the user's own function reads it
+    except UserError:  # only the user's function reads it
         return ("",)
 
 

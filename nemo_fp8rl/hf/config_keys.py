@@ -142,10 +142,10 @@ def check_config_keys(raw: Mapping[str, Any], path: Path, architecture: str, has
 
 
 def _allowed(values: tuple[Any, ...]) -> str:
-    shown = " or ".join(json.dumps(value) for value in values if value is not None)
+    neutral = " or ".join(json.dumps(value) for value in values if value is not None)
     return (
-        f"remove it, or set it to {shown}, if the weights are of a model without it"
-        if shown
+        f"remove it, or set it to {neutral}, if the weights are of a model without it"
+        if neutral
         else ("remove it if the weights are of a model without it")
     )
 

@@ -231,8 +231,12 @@ def _rope(raw: dict[str, Any], path: Path) -> _Rope:
         raise UserError(f"{path}: rope_type {short_repr(rope_type)} is not supported, only {', '.join(ROPE_TYPES)}")
     if (rope.get("type") or rope_type) != rope_type:
         raise UserError(f"{path}: {key} has rope_type {rope_type!r} and type {short_repr(rope['type'])}; remove one")
-    own = (*ROPE_REQUIRED.get(rope_type, ()), *ROPE_OPTIONAL.get(rope_type, ()), *ROPE_FLAGS.get(rope_type, ()))
-    if others := [name for name in rope if name not in (*ROPE_KEYS, *own)]:
+    keys_of_type = (
+        *ROPE_REQUIRED.get(rope_type, ()),
+        *ROPE_OPTIONAL.get(rope_type, ()),
+        *ROPE_FLAGS.get(rope_type, ()),
+    )
+    if others := [name for name in rope if name not in (*ROPE_KEYS, *keys_of_type)]:
         raise UserError(
             f"{path}: {key}.{others[0]}={short_repr(rope[others[0]])} is not supported with rope_type {rope_type!r}: "
             "vLLM may go by it where the trainer does not; remove it if the weights are of a model without it"

@@ -149,7 +149,7 @@ class RunDirectory:
         return self.completed_steps >= self.cfg.grpo.max_num_steps
 
     def _check_start(self) -> None:
-        self.completed_steps = max(self._checkpoint_steps(), default=0)
+        self.completed_steps = max(checkpoint_steps(self.checkpoints), default=0)
         self.logged_steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
         check_start(
             self.cfg,
@@ -238,7 +238,7 @@ class RunDirectory:
             ) from None
         self.completed_steps = step
         keep_top_k = self.cfg.checkpointing.keep_top_k
-        for old in sorted(self._checkpoint_steps())[:-keep_top_k] if keep_top_k else ():
+        for old in sorted(checkpoint_steps(self.checkpoints))[:-keep_top_k] if keep_top_k else ():
             # renamed first, so that no incomplete folder has the name of a checkpoint
             obsolete = self.checkpoints / f".partial_step_{old}"
             with suppress(OSError):
@@ -271,10 +271,12 @@ class RunDirectory:
         write_atomically(self.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
         write_atomically(self.path / "config.yaml", to_yaml(self.cfg))
 
-    def _checkpoint_steps(self) -> list[int]:
-        if not self.checkpoints.is_dir():
-            return []
-        return [int(m[1]) for p in self.checkpoints.iterdir() if (m := re.fullmatch(r"step_(\d+)", p.name))]
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, in no order; empty where there is no folder."""
+    if not folder.is_dir():
+        return []
+    return [int(m[1]) for path in folder.iterdir() if (m := re.fullmatch(r"step_(\d+)", path.name))]
 
 
 def _choices(cfg: Config) -> dict[str, str]:

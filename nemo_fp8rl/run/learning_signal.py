@@ -1,4 +1,4 @@
-"""Why a run has no gradient to learn from, told from the metrics of its last steps. Needs no torch.
+"""Finds the reason why a run has no gradient to learn from, in the metrics of its last steps. Needs no torch.
 
 GRPO compares the answers to one prompt with each other: where all of them have the same reward, there is no gradient.
 Such a run looks healthy, with a loss of 0 and without an error.

@@ -1,4 +1,4 @@
-"""What a run says of itself: the figures of a step for the display, and the table at its end."""
+"""The summaries that a run prints: the figures of a step for the display, and the table at its end."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +11,7 @@ from rich.text import Text
 from nemo_fp8rl.common.display import Screen
 from nemo_fp8rl.common.format_numbers import format_exactly, format_share
 from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.run.directory import checkpoint_steps
 from nemo_fp8rl.run.learning_signal import count_without_signal
 from nemo_fp8rl.run.step_log import read
 
@@ -68,11 +69,8 @@ def next_commands(cfg: Config, steps: int) -> Text:
     """Return the folder of a run of so many steps, and commands for what one may do next."""
     folder = Path(cfg.logger.log_dir)
     lines = [f"run directory {folder}", f"  nemo-fp8rl report {quote(str(folder))}"]
-    checkpoints = sorted(
-        (path for path in Path(cfg.checkpointing.checkpoint_dir).glob("step_*")),
-        key=lambda path: int(path.name.removeprefix("step_")),
-    )
-    if checkpoints:
+    checkpoints = Path(cfg.checkpointing.checkpoint_dir)
+    if saved_steps := checkpoint_steps(checkpoints):
         recipe = quote(str(folder / "config.yaml"))
         more = f"grpo.max_num_steps={2 * steps}"
         if steps < cfg.grpo.max_num_steps:
@@ -81,7 +79,7 @@ def next_commands(cfg: Config, steps: int) -> Text:
             )
         lines.append(f"  nemo-fp8rl train --config {recipe} --resume {more}")
         if cfg.nemo_fp8rl.engine_fp8:
-            weights = quote(str(checkpoints[-1] / "policy/weights"))
+            weights = quote(f"{checkpoints}/step_{max(saved_steps)}/policy/weights")
             lines.append(f"  nemo-fp8rl export --checkpoint {weights} --output {quote(str(folder / 'fp8'))}")
     return Text("\n".join(lines))
 

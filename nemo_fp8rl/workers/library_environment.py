@@ -30,7 +30,7 @@ CACHES = {
     "TRITON_CACHE_DIR": "~/.triton/cache",
     "FLASHINFER_WORKSPACE_BASE": "~",
 }
-"""Where libraries write without being asked."""
+"""Variable -> the folder that a library writes to by default."""
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:

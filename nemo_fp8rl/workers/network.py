@@ -51,18 +51,10 @@ def check_interfaces() -> None:
         raise UserError(
             f"{GLOO}={value}: there is no network interface {missing[0]!r} ({there}); unset it, or name one"
         )
-    value = os.environ.get(NCCL) or ""
-    names = value.lstrip("^=").split(",")
-    if (
-        value
-        and not value.startswith("^")
-        and not any(
-            name == wanted.partition(":")[0]
-            or (not value.startswith("=") and name.startswith(wanted.partition(":")[0]))
-            for name in interfaces
-            for wanted in names
-        )
-    ):
+    value = os.environ.get(NCCL) or "^"
+    names = tuple(entry.partition(":")[0] for entry in value.removeprefix("=").split(","))  # NAME:PORT is allowed
+    matches = [name for name in interfaces if (name in names if value.startswith("=") else name.startswith(names))]
+    if not value.startswith("^") and not matches:
         raise UserError(f"{NCCL}={value}: there is no such network interface ({there}); unset it, or name one")
     addresses = {entry.address for entries in interfaces.values() for entry in entries}
     if (value := os.environ.get(VLLM_HOST)) and value not in addresses:

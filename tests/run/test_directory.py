@@ -17,7 +17,7 @@ from nemo_fp8rl.common.atomic_files import write_atomically
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
-from nemo_fp8rl.run.directory import RunDirectory
+from nemo_fp8rl.run.directory import RunDirectory, checkpoint_steps
 from nemo_fp8rl.run.step_log import Sample, read
 from nemo_fp8rl.train import train
 
@@ -412,7 +412,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_nothing(recipe, monkeypa
         run.save_checkpoint(1, FakePolicy())
         monkeypatch.setattr("nemo_fp8rl.run.directory.shutil.rmtree", lambda *_, **__: None)
         run.save_checkpoint(2, FakePolicy())
-        assert run._checkpoint_steps() == [2]
+        assert checkpoint_steps(run.checkpoints) == [2]
     assert run.completed_steps == 2
 
 

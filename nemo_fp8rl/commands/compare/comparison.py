@@ -57,7 +57,7 @@ class Seconds:
     """Figures for the estimate of time before this machine has taken a step."""
 
     start: float = 30.0
-    """Of a run without its steps: imports, model, validations, checkpoints."""
+    """Seconds of a run without its steps: imports, model, validations, checkpoints."""
     step: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""Which of a comparison's runs to take, and about how long they will take."""
+"""The choice of a comparison's runs, and an estimate of their time."""
 
 import difflib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from nemo_fp8rl.common.errors import UserError
 
 @dataclass(frozen=True)
 class Choice:
-    """The runs of some flows, seeds and one of the parts; None: of all.
+    """The flows, seeds and part whose runs are chosen; None chooses all.
 
     part: "flows" (the first part) or "lengths" (the second)
     """
@@ -23,15 +23,15 @@ class Choice:
 
     def of(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """Return the chosen runs. Raises UserError for an unknown flow or seed, and if no run is left."""
-        for option, wanted, known in (
+        for option, values, known in (
             ("--flows", self.flows, {run.flow for run in runs}),
             ("--seeds", self.seeds, {run.seed for run in runs}),
         ):
-            for value in wanted or ():
+            for value in values or ():
                 if value not in known:
                     near = difflib.get_close_matches(str(value), sorted(map(str, known)), n=1)
                     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(map(str, known)))}"
-                    raise UserError(f"{option} {value}: the comparison has no such; {hint}")
+                    raise UserError(f"{option} {value}: the comparison has no such value; {hint}")
         chosen = [
             run
             for run in runs

@@ -1,4 +1,4 @@
-"""Which runs are in the folders that `report` is given, and their names."""
+"""The runs in the folders that `report` gets, and their names."""
 
 from collections.abc import Sequence
 from pathlib import Path

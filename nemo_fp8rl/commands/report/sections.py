@@ -63,7 +63,10 @@ class Plot:
 
 @dataclass
 class Contents:
-    """What a section is made of; missing: the runs, by number, that lack a chart."""
+    """The content of a section.
+
+    missing:  numbers of runs -> the charts that these runs lack
+    """
 
     charts: list[Chart] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Whether a text holds anything that its verifier could compare, apart from whether that is right."""
+"""Recognizes texts that hold anything a verifier could compare, right or wrong."""
 
 import re
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from nemo_fp8rl.data.rewards.final_answer import ANSWER_WORD, after_thinking, is
 from nemo_fp8rl.data.rewards.verifiers import USES_MATH_VERIFY
 
 MATH = re.compile(r"\d|\\boxed|(?<!\\)\$")
-"""What math-verify reads: numbers, boxed answers, LaTeX between dollars."""
+"""The forms that math-verify reads: numbers, boxed answers, LaTeX between dollars."""
 
 
 def may_lack_answer(env_name: str) -> bool:

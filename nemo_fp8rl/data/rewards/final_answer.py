@@ -1,4 +1,4 @@
-r"""Where the final answer stands in a completion of a reasoning model.
+r"""Finds the final answer in a completion of a reasoning model.
 
     <think> ... </think>   a closed block is left out; what follows an open one is not an answer yet
     \boxed{...}            the last one counts, or the last ones where only "and", "or" or a comma stands between them
@@ -87,8 +87,8 @@ def final_words(text: str) -> str:
         return plain_words(re.sub(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}", r"\1", found[-1][2]))
     if MARK in text:
         return plain_words(marked_result(text))
-    if said := list(ANSWER_WORD.finditer(text)):
-        return plain_words(SENTENCE_END.split(text[said[-1].end() :], maxsplit=1)[0])
+    if phrases := list(ANSWER_WORD.finditer(text)):
+        return plain_words(SENTENCE_END.split(text[phrases[-1].end() :], maxsplit=1)[0])
     return plain_words(text)
 
 

@@ -1,4 +1,4 @@
-"""A reward of the user's own: `data.default.env_name: package.module:function`.
+"""A reward function of the user: `data.default.env_name: package.module:function`.
 
     def reward(completion, answer): ...              once for each sample; returns a number
     def rewards(completions, answer, **fields): ...  once for a batch, as TRL's; lists of equal length, returns a list
@@ -210,7 +210,7 @@ def _describe(fields: Mapping[str, Any], place: str) -> str:
 def _shorten(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # a class of the user's own
+    except Exception:  # a class of the user
         text = f"a {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,6 +1,6 @@
 """Scorers: what turns the answers of a rollout into rewards, for this package's loop and for NeMo RL's.
 
-`load_scorer` makes one of `data.default.env_name`: a verifier of this package, or a function of the user's own.
+`load_scorer` makes one of `data.default.env_name`: a verifier of this package, or a function of the user.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class Answered:
     """A completion with what its prompt's line says.
 
     answers:  accepted answers as text, for verifiers
-    fields:   the fields of the line, and `prompt`, `answer` and `rendered_prompt`, for a function of the user's own
+    fields:   the fields of the line, and `prompt`, `answer` and `rendered_prompt`, for a function of the user
     place:    the sample's name in messages
     """
 
@@ -69,7 +69,7 @@ class VerifierScorer:
 
 
 class FunctionScorer:
-    """A function of the user's own, called once for each sample in turn, or once for all."""
+    """A function of the user, called once for each sample in turn, or once for all."""
 
     def __init__(self, function: RewardFunction) -> None:
         self.function = function

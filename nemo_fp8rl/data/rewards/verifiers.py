@@ -37,10 +37,10 @@ def math(completion: str, answer: str) -> float:
     """
     answer = after_thinking(answer)
     answer = marked_result(answer) or answer
-    expected, said = plain_words(answer), final_words(completion)
-    if expected and expected in (said, choice_of(said) if len(expected) == 1 else said):
+    expected, words = plain_words(answer), final_words(completion)
+    if expected and expected in (words, choice_of(words) if len(expected) == 1 else words):
         return 1.0
-    if is_words(expected) and is_words(said):  # math-verify reads words as products of letters, in any order
+    if is_words(expected) and is_words(words):  # math-verify reads words as products of letters, in any order
         return 0.0
     gold = answer if DELIMITED.search(answer) else f"\\boxed{{{answer}}}"
     return float(math_process.is_equal(gold, final_part(completion)))

@@ -26,7 +26,7 @@ MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {
     "policy.megatron_cfg.optimizer": {"weight_decay": 0.01, "adam_beta2": 0.999},
     "policy.megatron_cfg.scheduler": {"lr_decay_style": "linear"},
 }
-"""What Megatron takes for keys that NeMo RL hands on to it and that a recipe leaves out, where our defaults differ."""
+"""Megatron's defaults, where ours differ, of keys that NeMo RL hands on to Megatron and that a recipe leaves out."""
 
 
 def convert_recipe(master: Mapping[str, Any]) -> Config:

@@ -1,4 +1,4 @@
-"""Which of this package's rewards a recipe's data names, for NeMo RL's loop; read without importing NeMo RL."""
+"""The rewards of this package that a recipe's data name, for NeMo RL's loop; read without importing NeMo RL."""
 
 from collections.abc import Mapping
 from typing import Any

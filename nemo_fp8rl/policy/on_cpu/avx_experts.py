@@ -1,9 +1,10 @@
 """Products and activations of bfloat16 experts in the order of vLLM's vector kernel, so that no bit differs.
 
-The kernel (vLLM 0.32, csrc/cpu/cpu_fused_moe.cpp, micro_gemm/cpu_micro_gemm_vec.hpp) adds one product after another. A
-library's matmul may choose another order: MKL's adds alike on an Intel CPU and otherwise on an AMD CPU with AVX-512,
-where 0.19 % of a layer's values then had another last bit. Left as it is: the kernel fuses the multiply-adds of the
-weighted sum of the experts, which Megatron's dispatcher does not; 0.002 % of the values differ.
+The kernel (vLLM 0.32, csrc/cpu/cpu_fused_moe.cpp, micro_gemm/cpu_micro_gemm_vec.hpp) adds one product after another,
+and its exponential is a polynomial with AVX-512. A library's matmul may add in another order: with torch's operations
+0.02 % of a layer's values had another last bit on an Intel CPU, where MKL happens to add as the kernel does, and 0.19 %
+were reported from an AMD CPU. Left as it is: the kernel fuses the multiply-adds of the weighted sum of the experts,
+which Megatron's dispatcher does not; 0.002 % of the values differ.
 """
 
 from collections.abc import Callable

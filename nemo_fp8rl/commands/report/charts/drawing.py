@@ -1,4 +1,4 @@
-"""What all charts are made of: the frame between the axes, shapes, ticks, and the values for the page's script."""
+"""The parts of all charts: the frame between the axes, shapes, ticks, and the values for the page's script."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Style:
-    """How the values of a metric are drawn.
+    """The way in which the values of a metric are drawn.
 
     unit:       of the y axis
     log:        the y axis is logarithmic in value - offset

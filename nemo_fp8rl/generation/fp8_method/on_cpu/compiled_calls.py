@@ -36,9 +36,9 @@ def _layer_of(weight: Tensor) -> Any:
 
 @torch.library.custom_op("nemo_fp8rl::emulated_linear", mutates_args=())
 def emulated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `multiply` of the layer that stores `weight` [N, K], for x [..., K]."""
+    """Return `compute` of the layer that stores `weight` [N, K], for x [..., K]."""
     layer = _layer_of(weight)
-    return layer.quant_method.multiply(layer, x)
+    return layer.quant_method.compute(layer, x)
 
 
 @emulated_linear.register_fake
@@ -48,9 +48,9 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("nemo_fp8rl::emulated_experts", mutates_args=())
 def emulated_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weight: Tensor) -> Tensor:
-    """Return `multiply` of the layer that stores `weight` [E, 2 * I, H] as w13, for x [tokens, H]."""
+    """Return `compute` of the layer that stores `weight` [E, 2 * I, H] as w13, for x [tokens, H]."""
     layer = _layer_of(weight)
-    return layer.quant_method.multiply(layer, x, topk_weights, topk_ids)
+    return layer.quant_method.compute(layer, x, topk_weights, topk_ids)
 
 
 @emulated_experts.register_fake

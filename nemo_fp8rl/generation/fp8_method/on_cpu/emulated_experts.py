@@ -43,23 +43,15 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
             self.capture(topk_ids)
         return self.apply(layer, x, topk_weights, topk_ids, None, None)
 
-    def apply(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any,
-        shared_experts_input: Tensor | None,
-    ) -> Tensor:
-        if torch.compiler.is_compiling():
-            return emulated_experts(x, topk_weights, topk_ids, layer.w13_weight)
-        return self.multiply(layer, x, topk_weights, topk_ids)
-
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.fp8_dequantized = None  # the first multiplication dequantizes the new bytes
 
     def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return emulated_experts(x, topk_weights, topk_ids, layer.w13_weight)
+        return self.compute(layer, x, topk_weights, topk_ids)
+
+    def compute(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Return [tokens, H] of x [tokens, H] and topk_* [tokens, k]: the sum over experts in their order, in float32.
 
         A rank that shares experts, or their matrices, with other ranks computes its part of each expert's output for

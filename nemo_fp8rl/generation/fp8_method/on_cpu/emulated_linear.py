@@ -28,10 +28,10 @@ class EmulatedFp8LinearMethod(Fp8LinearMethod):
         layer.fp8_dequantized = None  # the first multiplication dequantizes the new bytes
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = emulated_linear(x, layer.weight) if torch.compiler.is_compiling() else self.multiply(layer, x)
+        y = emulated_linear(x, layer.weight) if torch.compiler.is_compiling() else self.compute(layer, x)
         return y if bias is None else y + bias
 
-    def multiply(self, layer: Any, x: Tensor) -> Tensor:
+    def compute(self, layer: Any, x: Tensor) -> Tensor:
         """Return the product without the bias."""
         if layer.fp8_dequantized is None:
             stored = BlockScaled(layer.weight.data, layer.weight_scale_inv.data, BLOCK)
