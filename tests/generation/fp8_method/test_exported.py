@@ -60,7 +60,7 @@ class Exported:
             del arguments[ours]
         engine = VllmEngine()
         engine.policy_version, engine.records_routes = own.policy_version, False
-        engine.max_model_len = own.max_model_len
+        engine.max_model_len, engine.is_in_driver_process = own.max_model_len, True
         engine.core = object.__new__(SteppedCore)
         engine.core.has_rank_processes, engine.core._ids = False, count()
         engine.core.llm = LLM(**arguments).llm_engine
@@ -103,7 +103,7 @@ def vllm_fp8_on_cpu(exported: Exported, monkeypatch) -> None:
 
     monkeypatch.setitem(kernels._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [Kernel])
     monkeypatch.setattr(Fp8MoEMethod, "is_monolithic", False)  # asked of its kernel, which a CPU has none of
-    for name in ("process_weights_after_loading", "apply", "multiply", "get_fused_moe_quant_config"):
+    for name in ("process_weights_after_loading", "apply", "multiply", "compute", "get_fused_moe_quant_config"):
         monkeypatch.setattr(Fp8MoEMethod, name, getattr(Experts, name), raising=False)
 
 
