@@ -168,7 +168,11 @@ def _sft(arguments: argparse.Namespace) -> bool:
     prepare_process(cfg)
     from nemo_fp8rl.commands.sft import sft
 
-    return sft(cfg, arguments.output)
+    if finished := sft(cfg, arguments.output):
+        output = arguments.output
+        recipe = "tiny_cpu" if str(output) == "runs/tiny/warm" else f"RECIPE policy.model_name={output}"
+        print(f"wrote {output}\nnext: nemo-fp8rl train {recipe}")
+    return finished
 
 
 def _export(arguments: argparse.Namespace) -> bool:
@@ -189,6 +193,8 @@ def _make_tiny(arguments: argparse.Namespace) -> bool:
 
     make_tiny(arguments.folder, arguments.task, arguments.seed, arguments.family)
     print(f"wrote {arguments.folder}/model and {arguments.folder}/data.jsonl")
+    if str(arguments.folder) == "runs/tiny":  # where the shipped recipes look
+        print("next: nemo-fp8rl sft tiny_sft --output runs/tiny/warm")
     return True
 
 

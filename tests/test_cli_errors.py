@@ -95,6 +95,22 @@ def write(path: Path, *records: object) -> Path:
 # The recipe
 
 
+def test_a_recipe_of_another_command_is_answered_with_that_command(refused_message, folder):
+    right = "is a comparison of flows, which `nemo-fp8rl train` does not take: nemo-fp8rl compare compare/tiny"
+    assert right in refused_message("train", "compare/tiny")
+    assert "is a comparison of flows, which `nemo-fp8rl nemo`" in refused_message("nemo", "compare/tiny")
+    assert "`nemo-fp8rl compare` does not take: nemo-fp8rl train tiny_cpu" in refused_message("compare", "tiny_cpu")
+    copy = write(folder / "mine.yaml", CONF.read_text())
+    assert f"`nemo-fp8rl compare` does not take: nemo-fp8rl train {copy}" in refused_message("compare", str(copy))
+    assert "seeds=[1] is no key of a run: use --seeds" in refused_message("compare", "compare/tiny", "seeds=[1]")
+
+
+def test_a_run_in_the_place_of_a_recipe_is_answered_with_its_recipe(refused_message, folder):
+    assert f"{folder} is a folder; give the path of a YAML file" in refused_message("train", str(folder))
+    write(folder / "config.yaml", "{}")
+    assert f"the recipe of this run is {folder}/config.yaml" in refused_message("train", str(folder))
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

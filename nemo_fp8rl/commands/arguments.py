@@ -224,7 +224,7 @@ def _add_studies(commands: Commands) -> None:
         commands,
         "recipes",
         "list the recipes that the package ships, by the names that stand for them",
-        "# names and purposes",
+        "# prints names, commands and purposes",
     )
 
     doctor = _add(

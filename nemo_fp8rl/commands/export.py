@@ -44,7 +44,7 @@ from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.config_dtype import with_dtype
 from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, unaligned_projections
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
-from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.model_config import HfConfig, checkpoint_hint, read_hf_config
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, expected_tensors
 from nemo_fp8rl.hf.shard_writer import ShardWriter, TensorSpec
 from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
@@ -75,7 +75,9 @@ def export(
     if scale_format not in get_args(ScaleFormat):
         raise UserError(f"--scale-format {scale_format}: choose one of {', '.join(get_args(ScaleFormat))}")
     if not (checkpoint / "config.json").is_file():
-        raise UserError(f"--checkpoint {checkpoint} has no config.json; give an HF checkpoint folder")
+        raise UserError(
+            f"--checkpoint {checkpoint} has no config.json; give an HF checkpoint folder{checkpoint_hint(checkpoint)}"
+        )
     hf = read_hf_config(checkpoint)
     fp8_layers = _choose_fp8_layers(hf, num_first_layers_in_bf16, num_last_layers_in_bf16, tuple(ignored_layer_kws))
     shapes = expected_tensors(hf)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.field_rules import FilePath, NullAs, all_fields
-from nemo_fp8rl.config.recipe_names import find_recipe
+from nemo_fp8rl.config.recipe_names import check_command, find_recipe
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.typed_tree import check_keys, defaults, to_block
 from nemo_fp8rl.config.validate import check
@@ -45,6 +45,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
         tree = merge_override(tree, override)
     with yaml_errors_as_user_error(str(path)):
         values = OmegaConf.to_container(tree)
+    check_command(path, values, "train")
     check_keys(values, Config)
     return tree, values
 

@@ -6,6 +6,7 @@ What exists as a file is always that file.
 
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from nemo_fp8rl.common.errors import UserError
@@ -26,6 +27,17 @@ def command_of(name: str) -> str:
     if "sft" in Path(name).name:
         return "sft"
     return LOOPS.get(name.partition("/")[0] if "/" in name else "", "train")
+
+
+def check_command(path: Path, keys: Iterable[str], command: str) -> None:
+    """Raise UserError, with the right command, if a file with these keys at its top is for another command."""
+    names = set(keys)
+    if names.isdisjoint({"recipe", "flows"} if command != "compare" else {"policy", "grpo"}):
+        return
+    right, kind = ("train", "recipe of training") if command == "compare" else ("compare", "comparison of flows")
+    word = _name(path) if path.is_relative_to(RECIPES) else path
+    right = command_of(_name(path)) if path.is_relative_to(RECIPES) else right
+    raise UserError(f"{word} is a {kind}, which `nemo-fp8rl {command}` does not take: nemo-fp8rl {right} {word}")
 
 
 def find_recipe(word: str | Path, folder: str = "") -> Path:

@@ -134,6 +134,9 @@ def merge_override(tree: Any, override: str) -> Any:
 def _read(path: Path) -> Any:
     from omegaconf import DictConfig, OmegaConf
 
+    if path.is_dir():
+        run = f"; the recipe of this run is {path}/config.yaml" if (path / "config.yaml").is_file() else ""
+        raise UserError(f"{path} is a folder; give the path of a YAML file{run}")
     with yaml_errors_as_user_error(f"{path} cannot be read as YAML"):
         try:
             tree = OmegaConf.load(path)

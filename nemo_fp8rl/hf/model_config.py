@@ -110,7 +110,7 @@ class HfConfig:
         return int(min(self.yarn_original_context * self.rope_factor, LARGEST_SIZE))
 
 
-def _checkpoint_hint(folder: Path) -> str:
+def checkpoint_hint(folder: Path) -> str:
     """Return what to give instead of a run, or of the folder of a tiny model that is still to be made; else ""."""
     names = [path.parts[-3].removeprefix("step_") for path in folder.glob("checkpoints/step_*/policy/weights")]
     if steps := [int(name) for name in names if name.isdigit()]:
@@ -132,7 +132,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
     if raw is None:
         raise UserError(
             f"policy.model_name: {folder} has no config.json; give an HF checkpoint folder, or a name on the hub"
-            f"{_checkpoint_hint(folder)}{local_folder_hint(model_path)}"
+            f"{checkpoint_hint(folder)}{local_folder_hint(model_path)}"
         )
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:

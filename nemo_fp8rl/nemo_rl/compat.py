@@ -37,7 +37,8 @@ def prepare() -> ModuleType:
         from nemo_rl.algorithms import grpo
     except ImportError as error:
         raise UserError(
-            f"NeMo RL cannot be imported ({error}): install requirements/nemo-rl.txt, as make test-nemo-rl does"
+            f"NeMo RL cannot be imported ({error}): install requirements/nemo-rl.txt of this project, as "
+            "`make demo-nemo-rl` does in a clone"
         ) from None
     return grpo
 

@@ -234,6 +234,8 @@ def test_options_and_folders_that_cannot_be_are_refused(checkpoint, modified_cop
     for options in (["--num-first-layers-in-bf16", "2"], ["--num-last-layers-in-bf16", "-1"]):
         assert "must leave an FP8 layer of the model's 2" in refused_message(checkpoint, *options)
     assert f"--checkpoint {tmp_path} has no config.json" in refused_message(tmp_path)
+    (tmp_path / "run/checkpoints/step_3/policy/weights").mkdir(parents=True)
+    assert f"{tmp_path}/run/checkpoints/step_3/policy/weights" in refused_message(tmp_path / "run")
     damaged = modified_copy()
     (damaged / "tokenizer.json").unlink()
     (damaged / "tokenizer.json").mkdir()

@@ -114,6 +114,7 @@ def test_what_is_no_list_of_rewards_is_one_sentence(module, result, shown):
         ("def score(completion:", "M:score", "raises SyntaxError"),
         ("", "no_such_module:score", "there is no module no_such_module in"),
         ("", "no.such.module:score", "there is no module no in"),
+        ("", "my_rewards.py:score", "nor where Python looks; leave out .py"),
         ("", "M.score", "write the module's dotted name, a colon and the function's"),
         ("", "folder/M.py:score", "write the module's dotted name"),
         ("score = print", "M:score", "args has no name to call it by"),

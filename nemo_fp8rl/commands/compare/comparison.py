@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.recipe_names import find_recipe, shipped_recipe
+from nemo_fp8rl.config.recipe_names import check_command, find_recipe, shipped_recipe
 from nemo_fp8rl.config.typed_tree import check_keys, to_block
 from nemo_fp8rl.config.yaml_tree import quote, read_with_parents, register_resolvers, yaml_errors_as_user_error
 
@@ -90,6 +90,7 @@ def load_comparison(path: Path) -> Comparison:
     tree = read_with_parents(path)
     with yaml_errors_as_user_error(str(path)):
         tree_values = OmegaConf.to_container(tree)
+        check_command(path, tree_values, "compare")
         check_keys(tree_values, Comparison)
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     comparison = to_block(values, Comparison)

@@ -101,7 +101,9 @@ def _plan_run(
     try:
         config = flatten(json.loads(json.dumps(asdict(load(comparison.recipe, words)))))  # tuples as lists
     except UserError as error:
-        raise UserError(f"flow {flow}: {error}") from None
+        of_comparison = [word for word in overrides if word.partition("=")[0] in ("seeds", "flows")]
+        fix = f"; {of_comparison[0]} is no key of a run: use --seeds or --flows" if of_comparison else ""
+        raise UserError(f"flow {flow}: {error}{fix}") from None
     return PlannedRun(flow, seed, length, folder, comparison.recipe, tuple(words), config)
 
 

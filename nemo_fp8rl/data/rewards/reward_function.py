@@ -172,9 +172,11 @@ def _import(module_name: str, name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            fix = "run in the folder of the module, or set PYTHONPATH"
+            if module_name.endswith(".py"):
+                fix = "leave out .py"
             raise UserError(
-                f"{KEY}={name}: there is no module {error.name} in {folder}, nor where Python looks; run in the folder "
-                "of the module, or set PYTHONPATH"
+                f"{KEY}={name}: there is no module {error.name} in {folder}, nor where Python looks; {fix}"
             ) from None
         raise UserError(f"{KEY}={name}: importing {module_name} fails, it needs {error.name}; install it") from None
     except (Exception, SystemExit) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from nemo_fp8rl.common.errors import UserError
 
 NEMO_RL_SRC = "NEMO_RL_SRC"
+REPOSITORY = "https://github.com/NVIDIA-NeMo/RL"
 SUPPORTED = "0.7.x and main of August 2026 (which calls itself 0.6.0, as older commits of it do)"
 LIFECYCLE = "_weight_update_lifecycle"
 VERSION_PARTS = re.compile(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
@@ -47,7 +48,7 @@ def find_checkout() -> Checkout:
     """
     if not (path := os.environ.get(NEMO_RL_SRC)):
         raise UserError(
-            f"{NEMO_RL_SRC} is not set: clone https://github.com/NVIDIA-NeMo/RL and set {NEMO_RL_SRC} to that folder"
+            f"{NEMO_RL_SRC} is not set: clone {REPOSITORY} (main or v0.7.0) and set {NEMO_RL_SRC} to that folder"
         )
     root = Path(path)
     try:
@@ -57,7 +58,7 @@ def find_checkout() -> Checkout:
     if len(parts) != 3 or not (root / "examples/configs").is_dir():
         raise UserError(
             f"{NEMO_RL_SRC}={path} is no checkout of NeMo RL, it lacks nemo_rl/package_info.py or examples/configs: "
-            f"clone https://github.com/NVIDIA-NeMo/RL and set {NEMO_RL_SRC} to that folder"
+            f"clone {REPOSITORY} (main or v0.7.0) and set {NEMO_RL_SRC} to that folder"
         )
     version = ".".join(parts)
     is_main = version == "0.6.0" and _has_refit_lifecycle(root)

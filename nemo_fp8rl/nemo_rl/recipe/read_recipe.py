@@ -14,7 +14,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.field_rules import NemoRl, fields_of
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.config.recipe import PATHS
-from nemo_fp8rl.config.recipe_names import find_recipe
+from nemo_fp8rl.config.recipe_names import check_command, find_recipe
 from nemo_fp8rl.config.typed_tree import check_keys, check_numbers, defaults, short_repr, to_block
 from nemo_fp8rl.config.validate import check_no_secret, check_tracker
 from nemo_fp8rl.config.yaml_tree import expand_homes, read_with_parents, register_resolvers, yaml_errors_as_user_error
@@ -109,9 +109,10 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
     path = find_recipe(path, FOLDER)
     tree = _read_tree(path)
     if not _is_for_nemo_rl(path, tree):
+        check_command(path, tree, "nemo")
         raise UserError(
             f"{path} is no recipe for NeMo RL (it has no cluster.gpus_per_node, nor a parent that has); recipes of "
-            "`nemo-fp8rl train` are checked when they run"
+            "`nemo-fp8rl train` are checked when that command runs"
         )
     if other := next((name for name in OTHER_ALGORITHMS if name in tree and "grpo" not in tree), None):
         raise UserError(f"{path} is a recipe for NeMo RL's {other.upper()}, and this package runs its GRPO")

@@ -255,7 +255,7 @@ def _convert_data(data: Mapping[str, Any]) -> dict[str, Any]:
         if not share:
             raise UserError(
                 "data.validation is not set and data.train.split_validation_size is 0, so NeMo RL has nothing to "
-                "validate on: set one of them"
+                "validate on: set one of them for `nemo-fp8rl train`, or run NeMo RL's own loop with `nemo-fp8rl nemo`"
             )
         if share >= 1:
             raise UserError(

@@ -121,7 +121,7 @@ def test_the_warm_up_takes_no_recipe_for_nemo_rl(checkout, tmp_path, monkeypatch
 
 
 def test_a_recipe_of_our_own_loop_is_told_apart():
-    with pytest.raises(UserError, match="recipes of `nemo-fp8rl train` are checked when they run"):
+    with pytest.raises(UserError, match="recipes of `nemo-fp8rl train` are checked when that command runs"):
         read_recipe(Path(__file__).parents[3] / "conf/tiny_cpu.yaml")
 
 
