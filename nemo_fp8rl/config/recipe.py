@@ -44,7 +44,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
     for override in overrides:
         tree = merge_override(tree, override)
     with yaml_errors_as_user_error(str(path)):
-        values = OmegaConf.to_container(tree)
+        values: Any = OmegaConf.to_container(tree)
     check_command(path, values, "train")
     check_keys(values, Config)
     return tree, values

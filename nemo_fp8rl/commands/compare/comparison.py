@@ -89,7 +89,7 @@ def load_comparison(path: Path) -> Comparison:
     path = find_recipe(path, "compare")
     tree = read_with_parents(path)
     with yaml_errors_as_user_error(str(path)):
-        tree_values = OmegaConf.to_container(tree)
+        tree_values: Any = OmegaConf.to_container(tree)
         check_command(path, tree_values, "compare")
         check_keys(tree_values, Comparison)
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
