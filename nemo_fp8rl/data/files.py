@@ -27,7 +27,7 @@ REFUSED = {
     b"<html": "a web page; download the file itself",
 }
 REFUSED_SUFFIXES = {".csv": "CSV", ".tsv": "TSV", ".txt": "plain text", ".xlsx": "a spreadsheet", ".tar": "an archive"}
-PYARROW = "pip install pyarrow"
+PYARROW = "pip install pyarrow==25.0.1"
 
 
 def decompress_zstandard(data: bytes) -> bytes:

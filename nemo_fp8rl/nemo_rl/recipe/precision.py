@@ -56,6 +56,12 @@ def read_precision(policy: Mapping[str, Any]) -> Precision:
             f"precision; set {VLLM_CFG}.precision=fp8, or {FP8_CFG}.enabled=false"
         )
     _check_engine(vllm, engine_fp8)
+    of_trainer, of_engine = policy.get("precision") or "bfloat16", vllm.get("precision") or "auto"
+    if of_engine not in ("fp8", "auto", of_trainer):
+        raise UserError(
+            f"{VLLM_CFG}.precision={of_engine} samples in another precision than policy.precision={of_trainer}, in "
+            f"which the trainer computes; set {VLLM_CFG}.precision={of_trainer}"
+        )
     kv_fp8 = vllm.get("kv_cache_dtype", "auto") != "auto"
     if not engine_fp8:
         return Precision("bf16", "pow2", kv_fp8)

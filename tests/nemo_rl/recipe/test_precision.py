@@ -89,6 +89,7 @@ def test_a_policy_that_says_nothing_is_bfloat16():
             "kv_cache_dtype=fp8",
             "precision=fp8",
         ),
+        ({TRAINER + "enabled": False, ENGINE + "precision": "float16"}, "precision=float16", "precision=bfloat16"),
         ({ENGINE + "num_first_layers_in_bf16": -1}, "num_first_layers_in_bf16=-1", "0 or more"),
         ({ENGINE + "quantization_ignored_layer_kws": "o_proj"}, "quantization_ignored_layer_kws", "list of words"),
     ],
