@@ -41,6 +41,14 @@ def interpret() -> None:
             return convert(values, source, target, rounding)
         return torch.from_numpy(values.copy()).view(torch.float8_e4m3fn).half().numpy()
 
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def multiply_bfloat16(builder: Any, a: Any, b: Any, *further: Any) -> Any:
+        """The interpreter's product, which takes the bits of bfloat16 for whole numbers."""
+        if a.dtype.scalar == b.dtype.scalar == tl.bfloat16:
+            a, b = (interpreter.TensorHandle(_widen(operand.data), tl.float32) for operand in (a, b))
+        return dot(builder, a, b, *further)
+
     call, thread = interpreter.GridExecutor.__call__, ThreadPoolExecutor(1)
 
     def call_on_a_short_stack(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,6 +66,12 @@ def interpret() -> None:
     interpreter.GridExecutor.__call__ = call_on_a_short_stack
     interpreter.InterpreterBuilder.cast_impl = round_to_nearest
     interpreter.InterpreterBuilder.create_fp_trunc = round_to_nearest
+    interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
     interpreter._convert_float = convert_e4m3_quickly
     triton.backends.backends["cpu"] = triton.backends.Backend(driver=FakeDriver, compiler=BaseBackend)
     driver.set_active(FakeDriver())
+
+
+def _widen(bits: Any) -> Any:
+    """float32 of bfloat16, given as uint16."""
+    return (bits.astype("uint32") << 16).view("float32")

@@ -1,0 +1,72 @@
+"""Every kernel of the shared operations compiles for Hopper and Blackwell; a CPU can compile and not run them."""
+
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("TRITON_INTERPRET is set, so nothing is compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from nemo_fp8rl.ops import activation, matmul, norm, rank_sum, rope  # noqa: E402
+
+BF16, FP32, INT, INT64, E4M3 = "*bf16", "*fp32", "i32", "*i64", "*fp8e4nv"
+SIZES = {"rows": INT, "size": INT, "eps": "fp32", "steps": INT}
+KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (
+        norm.norm_kernel,
+        {"x": BF16, "residual": BF16, "weight": BF16, "out": BF16, "total": BF16, **SIZES},
+        {"HAS_RESIDUAL": True, "ROWS": 1, "BLOCK": 4096},
+    ),
+    (
+        norm.norm_kernel,
+        {"x": BF16, "residual": BF16, "weight": BF16, "out": BF16, "total": BF16, **SIZES},
+        {"HAS_RESIDUAL": False, "ROWS": 32, "BLOCK": 128},
+    ),
+    (
+        norm.norm_backward_kernel,
+        {"x": BF16, "weight": BF16, "grad": BF16, "grad_x": BF16, "grad_weight": FP32, **SIZES},
+        {"ROWS": 1, "BLOCK": 4096},
+    ),
+    (
+        rope.rotate_kernel,
+        {"x": BF16, "positions": INT64, "table": BF16, "out": BF16, **dict.fromkeys(("tokens", "heads"), INT)}
+        | dict.fromkeys(("stride_token", "stride_head"), INT),
+        {"BACKWARD": False, "TOKENS": 2, "HEADS": 32, "HALF": 64, "BLOCK": 64},
+    ),
+    (activation.silu_mul_kernel, {"gate_up": BF16, "out": BF16, "size": INT}, {"BLOCK": 1024}),
+    (
+        activation.silu_mul_backward_kernel,
+        {"gate_up": BF16, "grad": BF16, "grad_gate_up": BF16, "size": INT},
+        {"BLOCK": 1024},
+    ),
+    (
+        matmul.linear_kernel,
+        {"x": BF16, "weight": BF16, "bias": BF16, "out": BF16, "m": INT, "n": INT, "k": INT},
+        {"HAS_BIAS": True, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+    ),
+    (
+        matmul.fp8_linear_kernel,
+        {"x": E4M3, "weight": E4M3, "x_scale": FP32, "weight_scale": FP32, "out": BF16, "m": INT, "n": INT, "k": INT}
+        | dict.fromkeys(("stride_scale_m", "stride_scale_k"), INT),
+        {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128},
+    ),
+    (rank_sum.sum_kernel, {"parts": BF16, "out": BF16, "size": INT}, {"RANKS": 8, "BLOCK": 1024}),
+]
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel[0].fn.__name__)
+def test_it_compiles(kernel, arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function, types, constants = kernel
+    types = {name: types[name] for name in function.arg_names if name in types}
+    if not constants.get("HAS_RESIDUAL", True):
+        constants = {**constants, "residual": None, "total": None}
+        types = {name: kind for name, kind in types.items() if name not in constants}
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    program = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", arch, 32))
+    assert program.asm["cubin"]
