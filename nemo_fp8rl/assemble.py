@@ -9,6 +9,8 @@ from nemo_fp8rl.algorithms.gates import explained_mismatch
 from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine_pool import EnginePool
+from nemo_fp8rl.generation.interface import EngineDescription
+from nemo_fp8rl.policy.interface import PolicyDescription
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.full_or_delta import Mode
@@ -43,6 +45,7 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
 
 def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, first_version: int = 0) -> RefitBridge:
     """Connect trainer and engines. Raises UserError where the recipe's transport is not available."""
+    check_fingerprints(policy.describe(), generation.describe())
     choice, transport = cfg.nemo_fp8rl.refit, choose_transport(cfg, policy)
     policy.open_refit(transport, generation.token)
     return RefitBridge(
@@ -54,6 +57,19 @@ def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, fi
         bucket_bytes=choice.bucket_bytes,
         first_version=first_version,
     )
+
+
+def check_fingerprints(trainer: PolicyDescription, engines: EngineDescription) -> None:
+    """Raise UserError, with its name, where an operation that trainer and engines share has other bits on a machine."""
+    digests: dict[str, set[str]] = {}
+    for operation, digest in trainer.fingerprint | engines.fingerprint:
+        digests.setdefault(operation, set()).add(digest)
+    if found := sorted(operation for operation, of_operation in digests.items() if len(of_operation) > 1):
+        raise UserError(
+            f"nemo_fp8rl.align=vllm: on these machines trainer and engines do not compute the same bits in "
+            f"{', '.join(found)}: give both the same GPUs and versions of torch, Triton and Transformer Engine, or set "
+            "nemo_fp8rl.align=none"
+        )
 
 
 def refit_or_stop(bridge: RefitBridge, resume_hint: str = "continue with --resume") -> RefitReport:

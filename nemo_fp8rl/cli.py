@@ -244,7 +244,9 @@ def _compare(arguments: argparse.Namespace) -> bool:
 def _doctor(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.commands.doctor.examine import as_json, examine, show
 
-    report = examine(arguments.config, arguments.overrides, arguments.gpu, arguments.model_config)
+    report = examine(
+        arguments.config, arguments.overrides, arguments.gpu, arguments.model_config, arguments.fingerprint
+    )
     if arguments.json:
         print(as_json(report))
     else:

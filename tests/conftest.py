@@ -40,7 +40,7 @@ SMALL = (
 )
 """Overrides that make a step take a fraction of a second."""
 BATCH_INVARIANT = not torch.cpu._is_amx_tile_supported()
-"""With AMX a log-prob's last bits depend, once in thousands of tokens, on what is answered beside (docs/cpu.md);
+"""With AMX a log-prob's last bits depend, once in thousands of tokens, on what is answered beside (docs/alignment.md);
 and what that is depends on the clock where the engine's core has a process of its own.
 """
 ALIGNED = 1.001
@@ -73,6 +73,7 @@ LONGEST_FILES = (
     "policy/test_parallel.py",
     "generation/test_engine.py",
     "generation/test_families.py",
+    "gpu_engine/test_zero_mismatch.py",
 )
 """They come first, so that no process of `make test` ends with one of them while the other has nothing left."""
 

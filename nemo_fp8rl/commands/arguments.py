@@ -238,6 +238,8 @@ def _add_studies(commands: Commands) -> None:
     _add_recipe(doctor, "overrides: key=value, +key=value, ++key=value, ~key")
     doctor.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (the default), h200, b200, ...")
     doctor.add_argument("--model-config", type=path, metavar="FILE", help="the model's config.json, or its folder")
+    fingerprint_help = "on a GPU node: do trainer and engine compute the same bits (nemo_fp8rl.align=vllm)?"
+    doctor.add_argument("--fingerprint", action="store_true", help=fingerprint_help)
     doctor.add_argument("--json", action="store_true", help="print only JSON on stdout")
     doctor.set_defaults(unfinished=BAD_INPUT)
 

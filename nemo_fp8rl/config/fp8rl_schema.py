@@ -41,8 +41,9 @@ class Fp8RlConfig(Block):
     )
     """Precision: bf16 on both sides, FP8 in the engine only, or FP8 on both sides by one contract."""
     align: Literal["auto", "vllm", "none"] = "auto"
-    """Rounding of the trainer's layers. vllm rounds RoPE, residual, norm and softmax where vLLM's CPU kernels do, none
-    where Megatron does. auto is vllm without a GPU and none on a GPU, which cannot round as vllm."""
+    """Rounding outside the FP8 matmuls. vllm: the trainer gives each token the engine's log-prob, on a CPU by the
+    roundings of vLLM's kernels, on a GPU by operations that both sides share. none: Megatron's rounding. auto is vllm
+    without a GPU and none on a GPU, where the shared operations have not run yet."""
     scale_format: Annotated[
         ScaleFormat,
         NemoRl("policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors"),

@@ -71,10 +71,16 @@ class BlockwiseFp8Linear(torch.autograd.Function):
     ) -> Tensor:
         wq = _quantize_dequantize_weight(x, w, scale_format)
         if any(ctx.needs_input_grad):
-            x2 = x.reshape(-1, x.size(-1))
-            ctx.save_for_backward(fake_quantize(x2, block=ALONG_TOKENS, scale_format=scale_format, dtype=wq.dtype), wq)
-            ctx.scale_format, ctx.dtypes = scale_format, (x.dtype, w.dtype)
+            BlockwiseFp8Linear.keep_operands(ctx, x, w, wq, scale_format)
         return fprop(x, wq, scale_format, out_dtype)
+
+    @staticmethod
+    def keep_operands(ctx: Any, x: Tensor, w: Tensor, w_dequantized: Tensor, scale_format: ScaleFormat) -> None:
+        """Keep what the backward multiplies."""
+        x2 = x.reshape(-1, x.size(-1))
+        xq = fake_quantize(x2, block=ALONG_TOKENS, scale_format=scale_format, dtype=w_dequantized.dtype)
+        ctx.save_for_backward(xq, w_dequantized)
+        ctx.scale_format, ctx.dtypes = scale_format, (x.dtype, w.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -4,6 +4,8 @@ import gc
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
 from operator import itemgetter
 from threading import Lock
 from typing import Any
@@ -28,6 +30,8 @@ from nemo_fp8rl.generation.vllm_sockets import make_folder, remove_folder
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.hf.shared_operations import Shapes, operation_shapes
+from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.refit.interface import Addresses
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart, from_json, to_json
 from nemo_fp8rl.refit.reports import LoadReport
@@ -56,6 +60,7 @@ class VllmEngine:
         self.sleep_level, self.is_cache_asleep = 0, False
         self.has_died, self.retried_prompts = False, 0
         self.readers, self.recording = AnswerReaders(), Lock()
+        self.shapes: Shapes | None = None
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """Start vLLM. Raises UserError where this machine or vLLM cannot serve the recipe.
@@ -76,6 +81,7 @@ class VllmEngine:
         import vllm  # noqa: F401
 
         vllm_compat.survive_scan_of_llvmlite()
+        vllm_compat.forget_rotations()
         vllm_compat.check_attention_backend(cfg.policy.generation.vllm_cfg.attention_backend)
         self.records_routes = cfg.policy.router_replay.enabled and not vllm_compat.has_route_output()
         fp8, layers = engine_fp8_layers(hf, cfg), range(hf.num_hidden_layers)
@@ -111,6 +117,10 @@ class VllmEngine:
             raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
         if self.records_routes:
             self.core.rpc("nemo_fp8rl_record_routes")
+        is_aligned = choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
+        self.shapes = operation_shapes(hf, cfg) if is_aligned else None
+        if is_aligned:
+            self.core.rpc("nemo_fp8rl_share_log_softmax")
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
@@ -307,7 +317,15 @@ class VllmEngine:
 
     def describe(self) -> EngineDescription:
         kernels = frozenset[str]().union(*self.core.rpc("nemo_fp8rl_kernels"))
-        return EngineDescription(kernels, frozenset([instructions()]))
+        return EngineDescription(kernels, frozenset([instructions()]), self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> frozenset[tuple[str, str]]:
+        """The fingerprint of the shared operations on all ranks, empty where the engine computes by vLLM's."""
+        if self.shapes is None:
+            return frozenset()
+        of_ranks = self.core.rpc("nemo_fp8rl_fingerprint", asdict(self.shapes))
+        return frozenset((operation, digest) for of_rank in of_ranks for operation, digest in of_rank)
 
     def generating_version(self) -> int:
         """Return the version from which it generates; -1 while it does not generate, or once it has died."""

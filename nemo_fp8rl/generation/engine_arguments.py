@@ -12,6 +12,7 @@ from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_co
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.ops.alignment import choose_alignment
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.weights.worker_extension.RefitWorkerExtension"
 CPU_BATCHED_TOKENS = 8192
@@ -26,9 +27,11 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     if eager is None:
         eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales(backend))
     overrides: dict[str, Any] = {"architectures": [hf.family.architecture]}  # vLLM goes by it, and it may be left out
-    if fp8_layers := engine_fp8_layers(hf, cfg):
-        overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers)
+    fp8_layers, is_aligned = engine_fp8_layers(hf, cfg), choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
+    if fp8_layers or is_aligned:
+        overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers, is_aligned)
     if torch.cuda.is_available():
+        backend = "CUSTOM" if is_aligned else backend  # as generation/fp8_method/shared_ops registers it
         device_arguments: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
     else:
         cache_gib = cache_gib or max(1.0, one_sequence_gib(hf, cfg))

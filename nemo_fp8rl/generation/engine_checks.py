@@ -11,6 +11,8 @@ from nemo_fp8rl.fp8.gpu_support import ADA, why_no_fp8
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 from nemo_fp8rl.hf.fp8_layers import attention_dimensions, mlp_dimension, requested_fp8_layers
 from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.hf.shared_operations import check_shared_operations
+from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.workers import joins_cluster
 
 KEY_PREFIX = "policy.generation.vllm_cfg"
@@ -48,6 +50,8 @@ def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
 
     trains:  the trainer will run on this machine as well; its FP8 requires more of a GPU
     """
+    if choose_alignment(cfg.nemo_fp8rl) == "shared_ops":
+        check_shared_operations(hf, cfg)
     if torch.cuda.is_available():
         _check_gpu(cfg, trains and cfg.nemo_fp8rl.flow == "fp8_e2e")
     else:

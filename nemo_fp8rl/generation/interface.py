@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
 from nemo_fp8rl.batch import Completion
@@ -67,19 +67,19 @@ class EngineDescription:
 
     kernels:           what multiplies FP8 layers, vLLM's attention backend and the mode of its CUDA graphs
     instruction_sets:  `machine.instructions` of the engines' machines
+    fingerprint:       digests of the operations shared with the trainer (`ops.fingerprint`); empty without such
     """
 
     kernels: frozenset[str]
     instruction_sets: frozenset[str]
+    fingerprint: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def union(cls, engines: Iterable[Self]) -> Self:
         """Return the values of all engines, field by field."""
         descriptions = list(engines)
-        return cls(
-            frozenset().union(*(description.kernels for description in descriptions)),
-            frozenset().union(*(description.instruction_sets for description in descriptions)),
-        )
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: frozenset().union(*(getattr(d, name) for d in descriptions)) for name in names})
 
 
 class Generation(WeightSink, Protocol):

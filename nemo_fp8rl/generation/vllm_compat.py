@@ -141,6 +141,16 @@ def preserve_nonpersistent_buffers(model: Any) -> Iterator[None]:
         module.register_buffer(name, buffer.copy_(content), persistent=False)
 
 
+def forget_rotations() -> None:
+    """Have the next model in this process build its own layers for RoPE.
+
+    vLLM keeps them for the process by their settings, which do not say whether the engine is aligned.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()
+
+
 def end_engine(engine: Any) -> None:
     """End an engine in this process that is about to be dropped.
 
@@ -149,6 +159,18 @@ def end_engine(engine: Any) -> None:
     """
     if vllm_version() == OLDER:
         engine.engine_core.shutdown()
+
+
+def keys_and_values(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return views of a layer's keys and values, both [pages, page_size, groups, d], of its cache on a GPU.
+
+    vLLM 0.25 gives the cache as [pages, 2, page_size, groups, d], 0.32 as [pages, groups, page_size, 2 * d].
+    """
+    if kv_cache.dim() == 5:
+        keys, values = kv_cache.unbind(1)
+    else:
+        keys, values = kv_cache.transpose(1, 2).split(head_dim, -1)
+    return keys, values
 
 
 def set_kv_scales(attention: Any, k_scale: Tensor, v_scale: Tensor, q_scale: Tensor) -> None:

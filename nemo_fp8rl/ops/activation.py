@@ -9,14 +9,16 @@ from torch import Tensor
 
 from nemo_fp8rl.ops.elementary import exp
 
-BLOCK = 1024
+BLOCK, TILE_VALUES = 1024, 1 << 12
+"""Most columns, and all values, of a program's tile: short rows are taken together. They change no bit."""
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, size, BLOCK: tl.constexpr):
-    """Write out [rows, size] of gate_up [rows, 2 * size], BLOCK columns of one row."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, at = column < size, row * 2 * size + column
+def silu_mul_kernel(gate_up, out, rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write BLOCK columns of ROWS rows of out [rows, size], of gate_up [rows, 2 * size]."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside, at = (row < rows) & (column < size), row * 2 * size + column
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + size, mask=inside, other=0.0).to(tl.float32)
     value = tl.div_rn(gate, 1.0 + exp(-gate)) * up
@@ -24,10 +26,11 @@ def silu_mul_kernel(gate_up, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def silu_mul_backward_kernel(gate_up, grad, grad_gate_up, size, BLOCK: tl.constexpr):
-    """Write the gradient of gate_up [rows, 2 * size], BLOCK columns of one row."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, at = column < size, row * 2 * size + column
+def silu_mul_backward_kernel(gate_up, grad, grad_gate_up, rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the gradient of gate_up [rows, 2 * size] for BLOCK columns of ROWS rows."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside, at = (row < rows) & (column < size), row * 2 * size + column
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + size, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(grad + row * size + column, mask=inside, other=0.0).to(tl.float32)
@@ -43,7 +46,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up, size = gate_up.contiguous(), gate_up.size(-1) // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if rows := out.numel() // size:
-        silu_mul_kernel[(rows, triton.cdiv(size, BLOCK))](gate_up, out, size, BLOCK=BLOCK)
+        grid, tile = _tiles(rows, size)
+        silu_mul_kernel[grid](gate_up, out, rows, size, **tile)
     return out
 
 
@@ -56,8 +60,16 @@ def silu_mul_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
         torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device),
     )
     if rows := grad.numel() // size:
-        silu_mul_backward_kernel[(rows, triton.cdiv(size, BLOCK))](gate_up, grad.contiguous(), out, size, BLOCK=BLOCK)
+        grid, tile = _tiles(rows, size)
+        silu_mul_backward_kernel[grid](gate_up, grad.contiguous(), out, rows, size, **tile)
     return out
+
+
+def _tiles(rows: int, size: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return (the grid, the constants of a tile)."""
+    columns = min(BLOCK, triton.next_power_of_2(size))
+    at_once = TILE_VALUES // columns
+    return (triton.cdiv(rows, at_once), triton.cdiv(size, columns)), {"ROWS": at_once, "BLOCK": columns}
 
 
 @silu_mul.register_fake

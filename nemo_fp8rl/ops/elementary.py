@@ -35,7 +35,7 @@ def exp(x):
 
 @triton.jit
 def log(x):
-    """Return ln x of a float32 x that is at least 2^-126 and finite, within 2e-7.
+    """Return ln x of a float32 x that is at least 2^-126 and finite, within 2e-7; NaN of NaN.
 
     The polynomial is that of Cephes (logf.c).
     """
@@ -57,7 +57,7 @@ def log(x):
     y = (p * z) * square
     y = tl.fma(exponent, LN2_LOW, y)
     y = tl.fma(square, -0.5, y)
-    return tl.fma(exponent, LN2_HIGH, z + y)
+    return tl.where(x != x, x, tl.fma(exponent, LN2_HIGH, z + y))  # noqa: PLR0124, NaN alone
 
 
 @triton.constexpr_function

@@ -16,7 +16,8 @@ from nemo_fp8rl.fp8 import quantize_activations
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
-FP8_K = 128
+FP8_BLOCK = 128
+"""Columns of a tile of `fp8_linear`, and the values of K that share a scale."""
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def linear_kernel(
         i = start + tl.arange(0, BLOCK_K)
         a = tl.load(x + row[:, None] * k + i[None, :], mask=(row[:, None] < m) & (i[None, :] < k), other=0.0)
         b = tl.load(weight + column[None, :] * k + i[:, None], mask=(column[None, :] < n) & (i[:, None] < k), other=0.0)
-        total = tl.dot(a, b, total)
+        total = tl.dot(a, b, total, input_precision="ieee")  # of float32 operands, which would be rounded to TF32
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     inside = (row[:, None] < m) & (column[None, :] < n)
@@ -96,9 +97,9 @@ def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, pow2: bool) 
     if m := len(x2):
         quantized = quantize_activations(x2, "pow2" if pow2 else "fp32")
         scale = quantized.scale_inv
-        fp8_linear_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N),)](
+        fp8_linear_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(n, FP8_BLOCK),)](
             quantized.data, weight, scale, weight_scale_inv, out, m, n, k, scale.stride(0), scale.stride(1),
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=FP8_K,
+            BLOCK_M=BLOCK_M, BLOCK_N=FP8_BLOCK, BLOCK_K=FP8_BLOCK,
         )  # fmt: skip
     return out
 

@@ -106,7 +106,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
     if rows:
         norm_kernel[(triton.cdiv(rows, tile),)](
             x, residual, weight, out, total, rows, size, eps,
-            HAS_RESIDUAL=residual is not None, ROWS=tile, BLOCK=block,
+            HAS_RESIDUAL=residual is not None, ROWS=tile, BLOCK=block, enable_fp_fusion=False,
         )  # fmt: skip
 
 

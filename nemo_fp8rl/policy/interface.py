@@ -32,6 +32,7 @@ class PolicyDescription:
     alignments:        `nemo_fp8rl.align` as resolved: where the non-linear parts of the model round
     cache_roundings:   how attention rounds the keys and values of an FP8 KV cache; empty where it does not
     instruction_sets:  `machine.instructions` of the ranks' machines; "" for a CPU without AVX-512
+    fingerprint:       digests of the operations shared with the engines (`ops.fingerprint`); empty without such
     """
 
     kernels: frozenset[str]
@@ -39,6 +40,7 @@ class PolicyDescription:
     alignments: frozenset[str]
     cache_roundings: frozenset[str]
     instruction_sets: frozenset[str]
+    fingerprint: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def union(cls, ranks: Iterable[Self]) -> Self:

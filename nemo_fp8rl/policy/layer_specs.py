@@ -7,6 +7,7 @@ replace a class.
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -28,13 +29,14 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
 from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.hf.shared_operations import Shapes
+from nemo_fp8rl.ops.alignment import Alignment, choose_alignment
 from nemo_fp8rl.policy.layers.aligned_experts import AlignedExperts, AlignedMoELayer
 from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention, AlignedRMSNorm, aligned_residual_add, norm_weight
-from nemo_fp8rl.policy.layers.attention import SdpaAttention, make_attention_class
+from nemo_fp8rl.policy.layers.attention import CoreAttention, SdpaAttention, make_attention_class
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import bf16_linears, fp8_linears, make_qkv_by_kind
 from nemo_fp8rl.policy.layers.rope import Rope
-from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import is_aligned
 from nemo_fp8rl.policy.weights.layout import Layout
 
 
@@ -48,6 +50,49 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class LayerClasses:
+    """The classes of one alignment for what surrounds the FP8 matmuls.
+
+    linears:      (column-parallel, row-parallel) in the weights' precision
+    fp8_linears:  the same in FP8, where Transformer Engine does not multiply
+    activation:   the class for gate and up; None leaves them to Megatron
+    """
+
+    norm: type
+    residual_add: Callable[..., Any]
+    attention: type[CoreAttention]
+    linears: tuple[type, type]
+    fp8_linears: tuple[type, type]
+    activation: type | None = None
+    experts: type = SequentialMLP
+    moe_layer: type = MoELayer
+
+
+def layer_classes(alignment: Alignment, scale_format: ScaleFormat) -> LayerClasses:
+    """Return the layers that round as this alignment says."""
+    if alignment == "none":
+        linears, fp8 = bf16_linears(False), fp8_linears(scale_format, False)
+        return LayerClasses(RMSNorm, get_bias_dropout_add, SdpaAttention, linears, fp8)
+    if alignment == "vllm_cpu":
+        linears, fp8 = bf16_linears(True), fp8_linears(scale_format, True)
+        moe = {"experts": AlignedExperts, "moe_layer": AlignedMoELayer}
+        return LayerClasses(AlignedRMSNorm, aligned_residual_add, AlignedAttention, linears, fp8, **moe)
+    from nemo_fp8rl.policy.layers.shared_ops import dense_layers as shared
+    from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
+
+    linears, fp8 = shared.linears(), shared.fp8_linears(scale_format)
+    return LayerClasses(
+        norm=shared.SharedRMSNorm,
+        residual_add=get_bias_dropout_add,
+        attention=shared.SharedAttention,
+        linears=linears,
+        fp8_linears=fp8,
+        activation=shared.SharedSiluMul,
+        moe_layer=SharedMoELayer,
+    )
 
 
 def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
@@ -78,29 +123,42 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
     return te_linears
 
 
+def trainer_fingerprint(shapes: Shapes, device: torch.device) -> frozenset[tuple[str, str]]:
+    """Return the digests of the operations that the trainer shares with engines (`ops.fingerprint`).
+
+    On a GPU its FP8 product is Transformer Engine's. Raises UserError where there is none.
+    """
+    from nemo_fp8rl.ops.fingerprint import Functions, fingerprint
+
+    if device.type != "cuda" or not shapes.fp8_matrices:
+        return fingerprint(shapes, device)
+    te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
+    return fingerprint(shapes, device, Functions(te.fp8_product))
+
+
 def block_spec(
     layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, rope: Rope, kv_cache: TrainerKvCache | None
 ) -> TransformerBlockSubmodules:
     """Return the spec of the rank's decoder layers for this precision and alignment."""
-    aligned, scale_format = is_aligned(choice), choice.scale_format
-    attention = make_attention_class(AlignedAttention if aligned else SdpaAttention, rope, kv_cache)
+    scale_format = choice.scale_format
+    classes = layer_classes(choose_alignment(choice), scale_format)
+    attention = make_attention_class(classes.attention, rope, kv_cache)
 
     def linear(name: str, row: bool) -> type:
-        in_fp8, is_expert = fp8_layers.quantizes(name), ".experts." in name
-        if not (torch.cuda.is_available() and (in_fp8 or is_expert)):
-            return (fp8_linears(scale_format, aligned) if in_fp8 else bf16_linears(aligned))[row]
+        in_fp8, is_grouped = fp8_layers.quantizes(name), layout.grouped_experts and ".experts." in name
+        if not (torch.cuda.is_available() and (in_fp8 or is_grouped)):
+            return (classes.fp8_linears if in_fp8 else classes.linears)[row]
         expert_format = scale_format if in_fp8 else None
         te = transformer_engine_linears(expert_format)
         fp8_param = in_fp8 and choice.fp8_param
-        return (te.te_experts(expert_format, fp8_param) if is_expert else te.te_linears(scale_format, fp8_param))[row]
+        return (te.te_experts(expert_format, fp8_param) if is_grouped else te.te_linears(scale_format, fp8_param))[row]
 
-    layers = [_layer_spec(layout, i, aligned, attention, linear) for i in layout.layers]
-    norm = AlignedRMSNorm if aligned else RMSNorm
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    layers = [_layer_spec(layout, i, classes, attention, linear) for i in layout.layers]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=classes.norm)
 
 
 def _layer_spec(
-    layout: Layout, layer: int, aligned: bool, attention: type, linear: Callable[[str, bool], type]
+    layout: Layout, layer: int, classes: LayerClasses, attention: type, linear: Callable[[str, bool], type]
 ) -> ModuleSpec:
     """Return the spec of one layer.
 
@@ -110,9 +168,12 @@ def _layer_spec(
     self_attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     mlp += ".experts" if hf.family.experts else ""
     qkv = linear(f"{self_attn}.q_proj", False)
-    linears = MLPSubmodules(linear_fc1=linear(f"{mlp}.gate_proj", False), linear_fc2=linear(f"{mlp}.down_proj", True))
-    norm = AlignedRMSNorm if aligned else RMSNorm
-    residual_add = aligned_residual_add if aligned else get_bias_dropout_add
+    linears = MLPSubmodules(
+        linear_fc1=linear(f"{mlp}.gate_proj", False),
+        linear_fc2=linear(f"{mlp}.down_proj", True),
+        activation_func=classes.activation,
+    )
+    norm = classes.norm
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -128,17 +189,16 @@ def _layer_spec(
                     k_layernorm=norm if hf.family.qk_norm else None,
                 ),
             ),
-            self_attn_bda=residual_add,
+            self_attn_bda=classes.residual_add,
             pre_mlp_layernorm=norm,
-            mlp=_mlp_spec(hf, aligned, linears, layout.grouped_experts),
-            mlp_bda=residual_add,
+            mlp=_mlp_spec(hf, classes, linears, layout.grouped_experts),
+            mlp_bda=classes.residual_add,
         ),
     )
 
 
-def _mlp_spec(hf: HfConfig, aligned: bool, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
+def _mlp_spec(hf: HfConfig, classes: LayerClasses, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
     if not hf.family.experts:
         return ModuleSpec(module=MLP, submodules=linears)
-    sequential_experts = AlignedExperts if aligned else SequentialMLP
-    experts = ModuleSpec(module=TEGroupedMLP if grouped else sequential_experts, submodules=linears)
-    return ModuleSpec(module=AlignedMoELayer if aligned else MoELayer, submodules=MoESubmodules(experts=experts))
+    experts = ModuleSpec(module=TEGroupedMLP if grouped else classes.experts, submodules=linears)
+    return ModuleSpec(module=classes.moe_layer, submodules=MoESubmodules(experts=experts))

@@ -20,11 +20,11 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.fp8_layers import projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.layer_specs import block_spec
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.rope import read_rope
-from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import is_aligned
 from nemo_fp8rl.policy.weights.checkpoint import load_hf
 from nemo_fp8rl.policy.weights.hf_names import ROUTER
 from nemo_fp8rl.policy.weights.layout import Layout, expert_tensor_size
@@ -82,7 +82,8 @@ def skip_init(weight: Tensor) -> None:
 def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) -> TransformerConfig:
     """Describe the architecture to Megatron: without fusions, weights made on the CPU, gradients summed."""
     dtype, parallel = DTYPES[policy.precision], policy.megatron_cfg
-    residual = torch.float32 if is_aligned(choice) else dtype
+    alignment = choose_alignment(choice)
+    residual = torch.float32 if alignment == "vllm_cpu" else dtype
     pipelined = parallel.pipeline_model_parallel_size > 1
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -121,6 +122,7 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         init_method=skip_init,  # also of the embedding
         output_layer_init_method=skip_init,
         bias_activation_fusion=False,
+        use_te_activation_func=alignment == "shared_ops",  # Megatron's slot for any activation class (`layer_specs`)
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -129,6 +131,11 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         **(RECOMPUTE if parallel.activation_checkpointing else {}),
         **(_moe_options(hf, choice) if hf.family.experts else {}),
     )
+
+
+def groups_experts(choice: Fp8RlConfig) -> bool:
+    """True where one layer of Transformer Engine has all experts of a rank."""
+    return torch.cuda.is_available() and choose_alignment(choice) != "shared_ops"
 
 
 def _moe_options(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
@@ -141,10 +148,11 @@ def _moe_options(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": hf.intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_pre_softmax": False,  # softmax of the selected logits: HF's norm_topk_prob=true
-        "moe_router_dtype": None if is_aligned(choice) else "fp32",  # None: the activations' dtype, as in vLLM on a CPU
+        # None: the activations' dtype, as in vLLM on a CPU
+        "moe_router_dtype": None if choose_alignment(choice) == "vllm_cpu" else "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": torch.cuda.is_available(),
+        "moe_grouped_gemm": groups_experts(choice),
         "moe_permute_fusion": torch.cuda.is_available(),  # Transformer Engine's; Megatron's has no fixed order
     }
 

@@ -25,9 +25,10 @@ from nemo_fp8rl.batch import (
     token_coordinates,
 )
 from nemo_fp8rl.config.policy_schema import PolicyConfig
+from nemo_fp8rl.ops.alignment import Alignment
 from nemo_fp8rl.policy.layers.context_parallel import gather_tokens
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layers.logprobs import token_logprobs
+from nemo_fp8rl.policy.layers.logprobs import choose_head, token_logprobs
 from nemo_fp8rl.policy.layers.packed_sequences import PackedSequences
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter
@@ -45,7 +46,7 @@ class Pipeline:
 
     ddp:             `model`, wrapped for data parallelism
     token_multiple:  the tokens of a microbatch are padded to a multiple of this number
-    is_aligned:      tensor-parallel ranks compute the softmax of a token as a single rank does, and so as the engine
+    alignment:       with any, tensor-parallel ranks compute the softmax of a token as a single rank, and so the engine
     """
 
     policy: PolicyConfig
@@ -55,7 +56,7 @@ class Pipeline:
     replay: RoutingReplay | None
     device: torch.device
     token_multiple: int
-    is_aligned: bool
+    alignment: Alignment
 
     def run(
         self, batch: SequenceBatch, finish: FinishMicrobatch, *, training: bool, filter_tokens: bool = True
@@ -176,7 +177,8 @@ class Pipeline:
             layout.vocabulary.start,
             parallel_state.get_tensor_model_parallel_group(),
             token_filter,
-            whole=self.is_aligned,
+            whole=self.alignment != "none",
+            head=choose_head(self.alignment),
         )
         logprobs = gather_tokens(logprobs.view(targets.shape), parallel_state.get_context_parallel_group())[:, :length]
         if tokens is None:

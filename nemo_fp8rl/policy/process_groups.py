@@ -61,8 +61,8 @@ def start_process_groups(
             ) from None
 
 
-def make_layout(hf: HfConfig, parallel: MegatronConfig) -> Layout:
-    """Create Megatron's groups and return this rank's place in them."""
+def make_layout(hf: HfConfig, parallel: MegatronConfig, grouped_experts: bool = False) -> Layout:
+    """Create Megatron's groups and return this rank's place in them; grouped_experts: see `Layout`."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             parallel.tensor_model_parallel_size,
@@ -86,7 +86,7 @@ def make_layout(hf: HfConfig, parallel: MegatronConfig) -> Layout:
         expert_data=axis(parallel_state.get_expert_data_parallel_group()),
         first_stage_layers=parallel.num_layers_in_first_pipeline_stage,
         last_stage_layers=parallel.num_layers_in_last_pipeline_stage,
-        grouped_experts=hf.family.experts and torch.cuda.is_available(),
+        grouped_experts=hf.family.experts and grouped_experts,
     )
 
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,17 @@ from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.hf.shared_operations import check_shared_operations, operation_shapes
+from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescription
-from nemo_fp8rl.policy.layer_specs import transformer_engine_linears
+from nemo_fp8rl.policy.layer_specs import trainer_fingerprint, transformer_engine_linears
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
-from nemo_fp8rl.policy.model import DTYPES, build_model, moe_dispatcher, transformer_config
+from nemo_fp8rl.policy.model import DTYPES, build_model, groups_experts, moe_dispatcher, transformer_config
 from nemo_fp8rl.policy.offload import Offload
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, is_aligned, loses_denormals
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, loses_denormals
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
@@ -97,11 +100,12 @@ class MegatronWorker:
         self.source_folders = checkpoint_folder(cfg.policy.model_name), tokenizer_folder
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         start_process_groups(rank, world_size, rendezvous, self.listener if rank == 0 else None)
-        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg)
+        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg, groups_experts(cfg.nemo_fp8rl))
         if on_gpu:
             # Megatron requires a seed, although this model has no dropout
             model_parallel_cuda_manual_seed(cfg.grpo.seed)
         self.kv_cache = self._build_kv_cache()
+        alignment = choose_alignment(cfg.nemo_fp8rl)
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
             self.model = build_model(config, self.layout, cfg, self.kv_cache).to(device)
@@ -117,9 +121,8 @@ class MegatronWorker:
         token_parts = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1
         token_multiple = token_parts * FP8_TOKENS if on_gpu and token_parts > 1 else token_parts
         token_multiple *= layout.context.size
-        aligned = is_aligned(cfg.nemo_fp8rl)
         self.pipeline = Pipeline(
-            cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, token_multiple, aligned
+            cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, token_multiple, alignment
         )
         if cfg.loss_fn.reference_policy_kl_penalty:  # kept on the host, because it is read only once per step
             self.reference = [_copy_to_host(tensor) for tensor in self.rank_weights.storage_tensors()]
@@ -204,10 +207,18 @@ class MegatronWorker:
         return PolicyDescription(
             kernels=frozenset(layer.kernel_name for layer in layers),
             quantizers=frozenset(filter(None, [self._quantizer()])),
-            alignments=frozenset(["vllm" if is_aligned(self.cfg.nemo_fp8rl) else "none"]),
+            alignments=frozenset([choose_alignment(self.cfg.nemo_fp8rl)]),
             cache_roundings=frozenset(filter(None, [rounding])),
             instruction_sets=frozenset([instructions()]),
+            fingerprint=self._fingerprint,
         )
+
+    @cached_property
+    def _fingerprint(self) -> frozenset[tuple[str, str]]:
+        """The fingerprint of the shared operations, empty where this rank computes by others."""
+        if choose_alignment(self.cfg.nemo_fp8rl) != "shared_ops":
+            return frozenset()
+        return trainer_fingerprint(operation_shapes(self.hf, self.cfg), next(self.model.parameters()).device)
 
     def _quantizer(self) -> str:
         """Name what quantizes the weights of this rank for a refit; "" without FP8 engines."""
@@ -371,10 +382,8 @@ class MegatronWorker:
 
 def _check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
     """Raise UserError, before anything is built, if the recipe asks for what a policy on a GPU cannot do."""
-    if cfg.nemo_fp8rl.align == "vllm":
-        raise UserError(
-            "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do: set nemo_fp8rl.align=auto to train on a GPU"
-        )
+    if choose_alignment(cfg.nemo_fp8rl) == "shared_ops":
+        check_shared_operations(hf, cfg)
     if hf.family.experts or cfg.nemo_fp8rl.trainer_fp8:
         te = transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
         allgather = hf.family.experts and moe_dispatcher(cfg.policy.megatron_cfg) == "allgather"

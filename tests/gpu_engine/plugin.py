@@ -78,5 +78,8 @@ def pytest_sessionstart() -> None:
     torch.cpu._init_amx()  # vLLM's attention for AMX leaves it to the linear layers before it
     gpu_experts.apply_moe_activation = fake_silu_and_mul
     _custom_ops.moe_align_block_size = fake_moe_align_block_size
+    from tests.gpu_engine import pages_on_cpu
+
+    pages_on_cpu.register()
     TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
     quantization.methods_for_device = lambda: (NativeFp8LinearMethod, NativeFp8MoEMethod)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import quantize_activations, quantize_blockwise
 from nemo_fp8rl.ops.activation import silu_mul
+from nemo_fp8rl.ops.log_softmax import log_softmax
 from nemo_fp8rl.ops.matmul import fp8_linear, linear
 from nemo_fp8rl.ops.norm import add_rms_norm, rms_norm
 from nemo_fp8rl.ops.rank_sum import sum_in_rank_order
@@ -61,11 +62,22 @@ def test_rotation_and_activation_equal_the_formulas_to_the_bit(dtype):
     torch.testing.assert_close(silu_mul(gate_up)[1:].float(), F.silu(gate) * up, rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.parametrize("columns", [77, 1024, 5000])
+def test_the_log_softmax_equals_the_formula_to_the_bit(columns):
+    x = values(6, columns + 3, dtype=torch.float32, scale=5)[
+        :, :columns
+    ]  # rows with a stride, as of a padded vocabulary
+    x[0, 3:] = float("-inf")  # what top-k leaves out
+    assert torch.equal(log_softmax(x), formulas.log_softmax(x))
+    torch.testing.assert_close(log_softmax(x), x.log_softmax(-1), rtol=1e-6, atol=1e-6)
+
+
 def test_a_nan_stays_a_nan():
     bad = values(1, 256)
     bad[0, 3] = float("nan")
     assert rms_norm(bad, values(256), EPS).isnan().all()
     assert silu_mul(bad)[0, 3].isnan()
+    assert log_softmax(bad.float()).isnan().all()
     assert linear(bad, values(64, 256)).isnan().all()
 
 
@@ -109,6 +121,7 @@ def test_a_row_does_not_see_its_batch():
         "rotate": lambda rows: rotate(x.view(130, 4, 64)[rows], positions[rows], table).flatten(1),
         "silu_mul": lambda rows: silu_mul(x[rows]),
         "linear": lambda rows: linear(x[rows], w),
+        "log_softmax": lambda rows: log_softmax(x[rows].float()),
         "fp8_linear": lambda rows: fp8_linear(x[rows], w8.data, w8.scale_inv, True),
     }
     for name, operation in operations.items():

@@ -52,7 +52,7 @@ def log(x: Tensor) -> Tensor:
         p = fma(p, z, c)
     square = z * z
     y = fma(square, -0.5, fma(exponent, LN2_LOW, (p * z) * square))
-    return fma(exponent, LN2_HIGH, z + y)
+    return torch.where(x.isnan(), x, fma(exponent, LN2_HIGH, z + y))
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -93,3 +93,15 @@ def sum_in_rank_order(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total + part.float()
     return total.to(parts.dtype)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    shifted = x - x.amax(-1, keepdim=True)
+    columns = -(-x.size(-1) // 1024) * 1024
+    terms = exp(torch.nn.functional.pad(shifted, (0, columns - x.size(-1)), value=float("-inf"))).unflatten(
+        -1, (-1, 1024)
+    )
+    lanes = torch.zeros_like(terms[..., 0, :])
+    for block in terms.unbind(-2):
+        lanes = lanes + block
+    return shifted - log(tree_sum(lanes))[..., None]

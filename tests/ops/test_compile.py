@@ -11,7 +11,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from nemo_fp8rl.ops import activation, matmul, norm, rank_sum, rope  # noqa: E402
+from nemo_fp8rl.ops import activation, attention, experts, log_softmax, matmul, norm, rank_sum, rope  # noqa: E402
 
 BF16, FP32, INT, INT64, E4M3 = "*bf16", "*fp32", "i32", "*i64", "*fp8e4nv"
 SIZES = {"rows": INT, "size": INT, "eps": "fp32", "steps": INT}
@@ -37,11 +37,11 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         | dict.fromkeys(("stride_token", "stride_head"), INT),
         {"BACKWARD": False, "TOKENS": 2, "HEADS": 32, "HALF": 64, "BLOCK": 64},
     ),
-    (activation.silu_mul_kernel, {"gate_up": BF16, "out": BF16, "size": INT}, {"BLOCK": 1024}),
+    (activation.silu_mul_kernel, {"gate_up": BF16, "out": BF16, **SIZES}, {"ROWS": 4, "BLOCK": 1024}),
     (
         activation.silu_mul_backward_kernel,
-        {"gate_up": BF16, "grad": BF16, "grad_gate_up": BF16, "size": INT},
-        {"BLOCK": 1024},
+        {"gate_up": BF16, "grad": BF16, "grad_gate_up": BF16, **SIZES},
+        {"ROWS": 4, "BLOCK": 1024},
     ),
     (
         matmul.linear_kernel,
@@ -52,7 +52,36 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         matmul.fp8_linear_kernel,
         {"x": E4M3, "weight": E4M3, "x_scale": FP32, "weight_scale": FP32, "out": BF16, "m": INT, "n": INT, "k": INT}
         | dict.fromkeys(("stride_scale_m", "stride_scale_k"), INT),
-        {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128},
+        {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128},
+    ),
+    (
+        log_softmax.log_softmax_kernel,
+        {"x": FP32, "out": FP32, "rows": INT, "columns": INT, "stride_row": INT},
+        {"ROWS": 1, "BLOCK": 1024},
+    ),
+    (
+        attention.attention_kernel,
+        {**dict.fromkeys(("q", "k_cache", "v_cache", "out"), BF16), "lse": FP32, "scale": "fp32"}
+        | dict.fromkeys(("block_table", "query_starts", "lengths"), "*i32")
+        | {name: INT for name in attention.attention_kernel.arg_names[9:-4]},
+        {"QUERIES": 16, "HEADS": 4, "BLOCK_KEYS": 64, "BLOCK_D": 128},
+    ),
+    (
+        experts.choose_experts_kernel,
+        {"logits": FP32, "weights": FP32, "ids": "*i32", "rows": INT, "experts": INT},
+        {"K": 8, "RENORMALIZE": True, "ROWS": 4, "BLOCK": 128},
+    ),
+    (
+        experts.experts_kernel,
+        {**dict.fromkeys(("x", "weight"), E4M3), **dict.fromkeys(("x_scale", "weight_scale"), FP32), "out": BF16}
+        | {"order": "*i32", "tile_experts": "*i32", **dict.fromkeys(("slots", "top_k", "n", "k"), INT)}
+        | dict.fromkeys(("stride_scale_m", "stride_scale_k"), INT),
+        {"IS_FP8": True, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128},
+    ),
+    (
+        experts.combine_kernel,
+        {"y": BF16, "weights": FP32, "order": INT64, "out": BF16, "n": INT, "k": INT},
+        {"BLOCK": 1024},
     ),
     (rank_sum.sum_kernel, {"parts": BF16, "out": BF16, "size": INT}, {"RANKS": 8, "BLOCK": 1024}),
 ]

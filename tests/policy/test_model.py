@@ -12,12 +12,12 @@ from nemo_fp8rl.batch import SequenceBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy import layer_specs, model
 from nemo_fp8rl.policy.layers.linears import bf16_linears
 from nemo_fp8rl.policy.layers.rope import read_rope
 from nemo_fp8rl.policy.model import transformer_config
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import is_aligned
 from nemo_fp8rl.policy.weights import checkpoint, hf_names
 from nemo_fp8rl.policy.weights.hf_names import to_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
@@ -46,12 +46,15 @@ SIZES = [
 
 
 @pytest.mark.parametrize(
-    ("align", "on_gpu", "aligned"),
-    [("auto", False, True), ("auto", True, False), ("vllm", False, True), ("none", False, False)],
+    ("align", "on_gpu", "expected"),
+    [
+        *(("auto", False, "vllm_cpu"), ("vllm", False, "vllm_cpu"), ("none", False, "none")),
+        *(("auto", True, "none"), ("vllm", True, "shared_ops"), ("none", True, "none")),
+    ],
 )
-def test_auto_aligns_where_there_is_no_gpu(monkeypatch, align, on_gpu, aligned):
+def test_the_device_decides_how_trainer_and_engine_are_aligned(monkeypatch, align, on_gpu, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    assert is_aligned(Fp8RlConfig(align=align)) == aligned
+    assert choose_alignment(Fp8RlConfig(align=align)) == expected
 
 
 @pytest.mark.parametrize("align", ["vllm", "none"])

@@ -1,7 +1,7 @@
 """Examines one recipe: all findings, as a table or as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,10 +37,13 @@ class Report:
         return not any(finding.level == "error" for finding in self.findings)
 
 
-def examine(path: Path, overrides: Sequence[str], gpu_name: str, model_config: Path | None = None) -> Report:
+def examine(
+    path: Path, overrides: Sequence[str], gpu_name: str, model_config: Path | None = None, fingerprint: bool = False
+) -> Report:
     """Return the findings on a recipe.
 
     model_config: the model's config.json, for a model that the doctor does not know
+    fingerprint:  compare the operations of trainer and engine on this node's GPU
     Raises: UserError for an unreadable recipe, an unknown model or GPU
     """
     gpu = gpu_by_name(gpu_name)
@@ -63,8 +66,15 @@ def examine(path: Path, overrides: Sequence[str], gpu_name: str, model_config: P
         *([] if other_format else check_memory(plan, gpu, memory)),
         *([] if other_format else check_hardware(plan, gpu)),
         *check_workers(plan, recipe.checkout.version),
+        *(_check_fingerprints(plan) if fingerprint else ()),
     ]
     return Report(str(path), model, plan.shape.parameters, recipe.checkout.version, gpu, memory, findings)
+
+
+def _check_fingerprints(plan: Plan) -> Iterator[Finding]:
+    from nemo_fp8rl.commands.doctor.fingerprints import check_fingerprints  # it loads torch
+
+    return check_fingerprints(plan)
 
 
 def as_json(report: Report) -> str:

@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.shared_operations import check_shared_operations
 from nemo_fp8rl.nemo_rl.recipe.keys import describe_ignored_values
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
@@ -65,24 +69,34 @@ def _package_workers(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
     refusal = _refusal(plan)
     if refusal and refusal != loop_refusal:
         yield Finding("error", TOPIC, refusal)
-    if plan.values["nemo_fp8rl"]["align"] == "vllm":
-        why = "nemo_fp8rl.align=vllm rounds as vLLM's CPU kernels do; on GPUs set nemo_fp8rl.align=auto"
-        yield Finding("error", TOPIC, why)
-    elif not refusal:
+    if not refusal:
         yield Finding("ok", TOPIC, "our own trainer and engines take this recipe")
 
 
 def _refusal(plan: Plan) -> str:
     """Return the first reason why the package's workers refuse the recipe, or an empty text."""
+    try:
+        with package_config(plan) as (hf, cfg):
+            if cfg.nemo_fp8rl.align == "vllm":
+                check_shared_operations(hf, cfg)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def package_config(plan: Plan) -> Iterator[tuple[HfConfig, Config]]:
+    """Yield the model's sizes and the recipe as the package's workers read it; a folder stands for the model.
+
+    Raises: UserError, of the block as well, with the model's name in the place of that folder
+    """
     from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
 
-    name = plan.policy["model_name"]
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(plan.shape.config))
         tokenizer = {**plan.policy["tokenizer"], "name": folder}
         policy = {**plan.policy, "model_name": folder, "tokenizer": tokenizer}
         try:
-            convert_recipe({**plan.values, "policy": policy})
+            yield read_hf_config(folder), convert_recipe({**plan.values, "policy": policy})
         except UserError as error:
-            return str(error).replace(folder, name)
-    return ""
+            raise UserError(str(error).replace(folder, plan.policy["model_name"])) from None

@@ -85,6 +85,11 @@ def _kernel(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, int]:
     raise ValueError(f"no FP8 kernel for a linear layer {list(shape)}: {' '.join(reasons)}")
 
 
+def is_deep_gemm(kernel: Any) -> bool:
+    """True for an instance of vLLM's kernel class for DeepGEMM."""
+    return type(kernel).__name__ == KERNELS[0].name
+
+
 def _why_unsuitable(kind: BlockKernel, shape: tuple[int, int]) -> str:
     """Return why we cannot use a kernel that vLLM would accept; empty where we can."""
     if kind.module == "deep_gemm" and not current_platform.is_device_capability(HOPPER):

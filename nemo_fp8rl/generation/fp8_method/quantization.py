@@ -9,6 +9,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8KVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
@@ -25,6 +26,8 @@ class NemoFp8RlConfig(Fp8Config):
     """
 
     scale_format: ScaleFormat = "pow2"
+    is_aligned: bool = False
+    """True where the engine computes by the operations that it shares with the trainer (`shared_ops`)."""
     fp8_layers: Fp8Layers
 
     @classmethod
@@ -42,10 +45,15 @@ class NemoFp8RlConfig(Fp8Config):
                 f"quantization {cls.get_name()}: the checkpoint's quantization_config lacks {' and '.join(missing)}, "
                 "so it was not written by `nemo-fp8rl export`; leave its quantization to vLLM"
             )
+        first, end, ignored = config["fp8_layers"]
+        if first == end and cls is not SharedBf16Config:
+            return SharedBf16Config.from_config(config)
         method = cast(NemoFp8RlConfig, super().from_config(config))
         method.scale_format = config["scale_format"]
-        first, end, ignored = config["fp8_layers"]
         method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
+        method.is_aligned = config.get("is_aligned", False)
+        if method.is_aligned:
+            _register_shared_operations()
         if current_platform.is_cpu():
             load_emulation("cpu")  # it imports numba, which must be imported before the next line
             vllm_compat.survive_scan_of_llvmlite()
@@ -53,6 +61,8 @@ class NemoFp8RlConfig(Fp8Config):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         linear, experts = methods_for_device()
+        if self.is_aligned and (shared := self._shared_method(layer, prefix)):
+            return shared
         if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
             return experts(layer.moe_config, self.scale_format)
         if isinstance(layer, Attention) and not self._has_refits:
@@ -60,6 +70,23 @@ class NemoFp8RlConfig(Fp8Config):
         if not isinstance(layer, LinearBase):
             return None
         return linear(self.scale_format) if self.fp8_layers.quantizes(prefix) else UnquantizedLinearMethod()
+
+    def _shared_method(self, layer: Any, prefix: str) -> Any:
+        """Return the method of an aligned engine for a layer that multiplies; None for attention."""
+        from nemo_fp8rl.generation.fp8_method.shared_ops import experts, linears
+
+        _register_shared_operations()  # the process of a rank gets this object without a call of `from_config`
+        if isinstance(layer, VocabParallelEmbedding):
+            return linears.SharedEmbeddingMethod()
+        if isinstance(layer, RoutedExperts):
+            if self.fp8_layers.quantizes(prefix):
+                return experts.SharedFp8MoEMethod(layer.moe_config, self.scale_format)
+            return experts.SharedMoEMethod(layer.moe_config)
+        if not isinstance(layer, LinearBase):
+            return None
+        if self.fp8_layers.quantizes(prefix):
+            return linears.SharedFp8LinearMethod(self.scale_format)
+        return linears.SharedLinearMethod()
 
     @functools.cached_property
     def _has_refits(self) -> bool:
@@ -69,6 +96,20 @@ class NemoFp8RlConfig(Fp8Config):
         """
         extension = get_current_vllm_config().parallel_config.worker_extension_cls
         return bool(extension) and hasattr(resolve_name(extension), "nemo_fp8rl_load")
+
+
+class SharedBf16Config(NemoFp8RlConfig):
+    """The config of an aligned model without an FP8 layer, which runs on GPUs without FP8 as well."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80  # bfloat16
+
+
+def _register_shared_operations() -> None:
+    from nemo_fp8rl.generation.fp8_method.shared_ops.registration import register_shared_operations
+
+    register_shared_operations()
 
 
 def methods_for_device() -> tuple[type[Fp8LinearMethod], type[Fp8MoEMethod]]:

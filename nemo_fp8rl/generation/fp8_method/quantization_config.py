@@ -6,8 +6,12 @@ from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
 from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION
 
 
-def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, object]:
-    """Return the block for a model that our method serves, in HF's form."""
+def quantization_config(scale_format: str, fp8_layers: Fp8Layers, is_aligned: bool = False) -> dict[str, object]:
+    """Return the block for a model that our method serves, in HF's form.
+
+    is_aligned:  the engine computes by the operations that it shares with the trainer; no layer need be FP8 then
+    """
+    aligned = {"is_aligned": True} if is_aligned else {}
     return {
         "quant_method": QUANTIZATION,
         "fmt": "e4m3",
@@ -15,6 +19,7 @@ def quantization_config(scale_format: str, fp8_layers: Fp8Layers) -> dict[str, o
         "weight_block_size": list(BLOCK),
         "scale_format": scale_format,
         "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored_words)],
+        **aligned,
     }
 
 

@@ -23,7 +23,7 @@ from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_name, scale_shape
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, MoEMethod, PlainLinearMethod
 from nemo_fp8rl.generation.weights.placement import Slot, slots
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest
@@ -32,7 +32,7 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
 
-DIRECT: tuple[type, ...] = (Fp8LinearMethod, Fp8MoEMethod, UnquantizedEmbeddingMethod)
+DIRECT: tuple[type, ...] = (Fp8LinearMethod, MoEMethod, PlainLinearMethod, UnquantizedEmbeddingMethod)
 """Methods whose derived tensors can be computed again from the parameters; a module without a method derives none."""
 if current_platform.is_cuda():
     DIRECT += (UnquantizedLinearMethod,)  # on a CPU this method packs its weights

@@ -20,10 +20,11 @@ from nemo_fp8rl.fp8 import can_vllm_read_fp8_cache
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.expert_routes import RouteRecorder
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, MoEMethod
 from nemo_fp8rl.generation.weights.weight_store import WeightStore
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.hf.shared_operations import Shapes
 from nemo_fp8rl.refit.manifest import RefitError, from_json, to_json
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
 from nemo_fp8rl.refit.transport.handshake import connect
@@ -132,12 +133,14 @@ class RefitWorkerExtension:
         """Return the kernels of FP8 layers, vLLM's attention backend, and the mode of its CUDA graphs, in words."""
         modules = list(self.model_runner.get_model().modules())
         methods = (getattr(module, "quant_method", None) for module in modules)
-        fp8 = {m.kernel_name for m in methods if isinstance(m, Fp8LinearMethod | Fp8MoEMethod)}
+        fp8 = {m.kernel_name for m in methods if isinstance(m, Fp8LinearMethod | MoEMethod)}
         attention = {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)}
         if any(getattr(m.impl, "emulates", False) for m in modules if isinstance(m, Attention)):
             attention.add("FP8 KV cache: emulated")
         if any(isinstance(m, Attention) and getattr(m, "query_quant", None) is not None for m in modules):
             attention.add("queries beside an FP8 cache: rounded to E4M3")
+        if getattr(self.vllm_config.quant_config, "is_aligned", False):
+            fp8.add("operations shared with the trainer (nemo_fp8rl.ops)")
         graphs = f"CUDA graphs: {self.vllm_config.compilation_config.cudagraph_mode.name.lower()}"
         return sorted(fp8 | attention | {graphs})
 
@@ -197,6 +200,21 @@ class RefitWorkerExtension:
         hf = read_hf_config(self.model_runner.vllm_config.model_config.model)
         self.routes = RouteRecorder(self.model_runner, hf.num_hidden_layers, hf.num_experts_per_tok)
         vllm_compat.record_routes(self.model_runner.get_model(), self.routes)
+
+    def nemo_fp8rl_share_log_softmax(self) -> None:
+        """Compute the log-probs of sampled tokens by the operation that the trainer calls."""
+        from nemo_fp8rl.generation.fp8_method.shared_ops.sampler import share_log_probs
+
+        share_log_probs(self.model_runner)
+
+    def nemo_fp8rl_fingerprint(self, shapes: dict[str, Any]) -> list[tuple[str, str]]:
+        """Return (operation, digest) of the operations that this rank shares with the trainer.
+
+        shapes:  `hf.shared_operations.Shapes` as a dictionary
+        """
+        from nemo_fp8rl.generation.fp8_method.shared_ops.fingerprint import engine_fingerprint
+
+        return sorted(engine_fingerprint(Shapes(**shapes), self.model_runner.device, self.vllm_config))
 
     def nemo_fp8rl_take_routes(self, is_wanted: bool) -> bytes:
         """Return the records since the last call (`RouteRecorder.take`) as safetensors; empty where not wanted."""

@@ -5,15 +5,18 @@ take several times that. This module computes, reads and drops a chunk's logits,
 backward. The backward also holds the head's gradient [V, H] in float32, and at its end a copy in the head's dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
+from nemo_fp8rl.ops.alignment import Alignment
 from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
 
 SOFTMAX_ROWS = 16
@@ -22,6 +25,30 @@ VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Float32 values of a temporary, 4 bytes each: few enough for a CPU's cache, enough to occupy a GPU's kernel."""
 INDEX_BYTES = 8
 """Bytes of the int64 index that sorting returns with each value."""
+
+
+class Head(NamedTuple):
+    """What computes log-probs of hidden states.
+
+    product:      (hidden [n, H], weight [V, H]) -> logits [n, V]
+    log_softmax:  float32 [n, V] -> float32 [n, V]
+    """
+
+    product: Callable[[Tensor, Tensor], Tensor]
+    log_softmax: Callable[[Tensor], Tensor]
+
+
+TORCH_HEAD = Head(F.linear, partial(torch.log_softmax, dim=-1))
+
+
+def choose_head(alignment: Alignment) -> Head:
+    """Return the functions of the head that round as this alignment says."""
+    if alignment != "shared_ops":
+        return TORCH_HEAD
+    from nemo_fp8rl.ops.log_softmax import log_softmax
+    from nemo_fp8rl.ops.matmul import linear
+
+    return Head(linear, log_softmax)
 
 
 def token_logprobs(
@@ -34,6 +61,7 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     token_filter: TokenFilter | None = None,
     whole: bool = False,
+    head: Head = TORCH_HEAD,
 ) -> Tensor:
     """Return log softmax(hidden @ weight^T / temperature) at the targets, float32 [N], with gradients.
 
@@ -49,8 +77,9 @@ def token_logprobs(
     group:         ranks that share the vocabulary; None for one rank
     token_filter:  take the softmax only over the tokens that top-k and top-p select; implies `whole`
     whole:         every rank gathers all logits of a token, so that its softmax equals that of one rank to the bit
+    head:          the functions of the head; the engine's, where the two must agree to the bit
     """
-    options = _Options(temperature, chunk_size, first_token, group, token_filter)
+    options = _Options(temperature, chunk_size, first_token, group, token_filter, head)
     if token_filter or (whole and group is not None and group.size() > 1):
         return _WholeLogprobs.apply(hidden, weight, targets, options)
     return _TokenLogprobs.apply(hidden, weight, targets, options)
@@ -64,12 +93,13 @@ class _Options(NamedTuple):
     first_token: int
     group: dist.ProcessGroup | None
     token_filter: TokenFilter | None
+    head: Head
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> Tensor:
-        temperature, chunk_size, first_token, group, _ = options
+        temperature, chunk_size, first_token, group, _, head = options
         is_shared = group is not None and group.size() > 1
         targets = targets - first_token
         is_local = (targets >= 0) & (targets < len(weight))
@@ -77,12 +107,12 @@ class _TokenLogprobs(torch.autograd.Function):
         out = hidden.new_empty(len(hidden), dtype=torch.float32)
         log_share = torch.zeros_like(out)
         for start in range(0, len(hidden), chunk_size):
-            logits = hidden[start : start + chunk_size] @ weight.t()
+            logits = head.product(hidden[start : start + chunk_size], weight)
             step = _rows_at_a_time(logits.device, logits.size(1))
             for row in range(0, len(logits), step):
                 rows = slice(start + row, start + min(row + step, len(logits)))
                 scaled = logits[row : row + step].float() / temperature
-                out[rows] = scaled.log_softmax(-1).gather(-1, targets[rows, None]).squeeze(-1)
+                out[rows] = head.log_softmax(scaled).gather(-1, targets[rows, None]).squeeze(-1)
                 if is_shared:
                     log_share[rows] = scaled.logsumexp(-1)
             del logits  # before the next chunk's logits are made
@@ -98,11 +128,11 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, is_local, share = ctx.saved_tensors
-        temperature, chunk_size, *_ = ctx.options
+        temperature, chunk_size, *_, head = ctx.options
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), chunk_size):
             chunk = slice(start, start + chunk_size)
-            logits = hidden[chunk] @ weight.t()
+            logits = head.product(hidden[chunk], weight)
             step = _rows_at_a_time(logits.device, logits.size(1))
             for row in range(0, len(logits), step):
                 rows = slice(start + row, start + min(row + step, len(logits)))
@@ -155,7 +185,7 @@ def _whole_rows(
     Yields: a chunk's logits [c, this rank's tokens], the first of the rows in it, the rows in `hidden`, and their
     log-probs [r, V].
     """
-    temperature, chunk_size, first_token, group, token_filter = options
+    temperature, chunk_size, first_token, group, token_filter, head = options
     local = slice(first_token, first_token + len(weight))
     is_shared = group is not None and group.size() > 1
     vocab_size = torch.tensor(local.stop)
@@ -163,7 +193,7 @@ def _whole_rows(
         dist.all_reduce(vocab_size, op=dist.ReduceOp.MAX, group=group)
     step = _rows_at_a_time(hidden.device, int(vocab_size), INDEX_BYTES)
     for start in range(0, len(hidden), chunk_size):
-        logits = hidden[start : start + chunk_size] @ weight.t()
+        logits = head.product(hidden[start : start + chunk_size], weight)
         for at in range(0, len(logits), step):
             scaled = logits[at : at + step].float() / temperature
             rows = slice(start + at, start + at + len(scaled))
@@ -174,7 +204,7 @@ def _whole_rows(
                 scaled = whole
             if token_filter:
                 scaled = filter_logits(scaled, targets[rows], token_filter)
-            yield logits, at, rows, scaled.log_softmax(-1)
+            yield logits, at, rows, head.log_softmax(scaled)
         del logits  # before the next chunk's logits are made; the caller deletes its reference, too
 
 

@@ -28,8 +28,9 @@ class Rope:
         table = self._tables.get((dtype, device))
         if table is None or len(table[0]) < length:
             positions = torch.arange(length, dtype=torch.float32) / self.divisor
-            angles = torch.outer(positions, self.inv_freq)[:, None, None, :].to(device)
-            table = (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
+            angles = torch.outer(positions, self.inv_freq)[:, None, None, :]
+            # on the host, as an aligned engine's: the cosines of a GPU have other last bits
+            table = (angles.cos() * self.factor).to(device, dtype), (angles.sin() * self.factor).to(device, dtype)
             self._tables[dtype, device] = table
         return table[0][:length], table[1][:length]
 

@@ -139,6 +139,15 @@ class TransformerEngineFp8Experts(Fp8MatmulLayer):
         return torch.cat(output.split(sizes)[::2]), bias
 
 
+def fp8_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
+    """Return x [M, K] @ weight [N, K]^T as these layers multiply, for a fingerprint; both are bf16."""
+    layer = te.Linear(weight.size(1), weight.size(0), bias=False, params_dtype=weight.dtype, device=weight.device)
+    layer.weight.data.copy_(weight)
+    missing = -len(x) % FP8_TOKENS
+    with torch.no_grad(), te.autocast(recipe=block_scaling("pow2" if pow2 else "fp32")):
+        return layer(F.pad(x, (0, 0, 0, missing)))[: len(x)]
+
+
 @functools.cache
 def te_linears(scale_format: ScaleFormat, fp8_param: bool = False) -> tuple[type, type]:
     """Return the column- and row-parallel layers that multiply in FP8.

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.vllm_version import installed_vllm, vllm_version
-from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.fp8 import CacheRounding, can_vllm_read_fp8_cache
-
-
-def is_aligned(choice: Fp8RlConfig) -> bool:
-    """True if the trainer rounds where vLLM's CPU kernels do (`nemo_fp8rl.align`)."""
-    return choice.align == "vllm" or (choice.align == "auto" and not torch.cuda.is_available())
 
 
 def cache_rounding() -> CacheRounding:

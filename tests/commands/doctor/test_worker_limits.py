@@ -120,7 +120,11 @@ def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan)
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ("Qwen/Qwen3-8B", {"nemo_fp8rl": {"align": "vllm"}}, "nemo_fp8rl.align=auto"),
+        (
+            "Qwen/Qwen3-8B",
+            {"nemo_fp8rl": {"align": "vllm"}, "policy__generation__vllm_cfg__kv_cache_dtype": "fp8"},
+            "attention on an FP8 KV cache is not aligned on a GPU",
+        ),
         ("Qwen/Qwen3-8B", {"policy__megatron_cfg__mtp_num_layers": 1}, "no multi-token prediction"),
         (
             "Qwen/Qwen3-8B",

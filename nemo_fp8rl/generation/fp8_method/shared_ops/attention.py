@@ -1,0 +1,96 @@
+"""Attention of an aligned engine by the shared kernel, on vLLM's pages and with vLLM's metadata.
+
+vLLM's backend for Triton stays in charge of everything else: it plans batches and writes keys and values into pages.
+The kernel is `nemo_fp8rl.ops.attention`, which the trainer calls as well.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.ops.attention import attend
+
+
+class SharedAttention:
+    """A mixin before an attention implementation of vLLM: its forward, for causal attention without extras."""
+
+    head_size: int
+    scale: float
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: Any = AttentionType.DECODER,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        extras = {
+            "an FP8 KV cache": is_quantized_kv_cache(kv_cache_dtype),
+            "ALiBi": alibi_slopes is not None,
+            "a sliding window": sliding_window is not None,
+            "a soft cap of scores": bool(logits_soft_cap),
+            "attention sinks": kwargs.get("sinks") is not None,
+            "attention other than a decoder's": attn_type != AttentionType.DECODER,
+        }
+        if found := [name for name, is_there in extras.items() if is_there]:
+            raise ValueError(
+                f"nemo_fp8rl.align=vllm: the shared attention does not do {' or '.join(found)}; set "
+                "nemo_fp8rl.align=none"
+            )
+        shape = num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window
+        super().__init__(*shape, kv_cache_dtype, logits_soft_cap, attn_type, *args, **kwargs)  # type: ignore[call-arg]
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Write attention into `output` [tokens, heads, d]; keys and values are in the pages already.
+
+        attn_metadata:  vLLM's, with num_actual_tokens, block_table, query_start_loc and seq_lens; None while vLLM
+                        measures memory
+        """
+        if attn_metadata is None:
+            return output.fill_(0)
+        tokens, heads = attn_metadata.num_actual_tokens, query.size(1)
+        pages = vllm_compat.keys_and_values(kv_cache, self.head_size)
+        sequences = attn_metadata.block_table, attn_metadata.query_start_loc, attn_metadata.seq_lens
+        lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
+        attend(query[:tokens], *pages, *sequences, self.scale, output[:tokens], lse)
+        return output
+
+
+class SharedTritonAttention(SharedAttention, TritonAttentionImpl):
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+
+class SharedAttentionBackend(TritonAttentionBackend):
+    """vLLM's backend for Triton with our kernel; an engine asks for it by attention_backend=CUSTOM."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return SharedTritonAttention

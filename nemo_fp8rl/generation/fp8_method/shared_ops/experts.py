@@ -1,0 +1,58 @@
+"""Experts and their choice in an aligned engine, by shared operations."""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import is_aligned_engine
+from nemo_fp8rl.generation.fp8_method.stored_weights import PlainMoEMethod
+from nemo_fp8rl.ops.activation import silu_mul
+from nemo_fp8rl.ops.experts import choose_experts, combine, experts_linear, tiles_of_experts
+
+KERNEL_NAME = "nemo_fp8rl.ops.experts (Triton)"
+
+
+def _multiply(layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, scales: Any, pow2: bool) -> Tensor:
+    """Return the sum over experts, [tokens, H]; an expert of another rank adds zero.
+
+    scales:  of w13 and w2, or (None, None)
+    """
+    tiles = tiles_of_experts(topk_ids, layer.global_num_experts, layer.expert_map)
+    gate_up = experts_linear(x, layer.w13_weight, scales[0], tiles, topk_ids.size(1), pow2)
+    y = experts_linear(silu_mul(gate_up), layer.w2_weight, scales[1], tiles, 1, pow2)
+    return combine(y, topk_weights, topk_ids)
+
+
+class SharedFp8MoEMethod(NativeFp8MoEMethod):
+    kernel_name = KERNEL_NAME
+
+    def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        scales = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
+        return _multiply(layer, x, topk_weights, topk_ids, scales, self.scale_format == "pow2")
+
+
+class SharedMoEMethod(PlainMoEMethod):
+    kernel_name = KERNEL_NAME
+
+    def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        return _multiply(layer, x, topk_weights, topk_ids, (None, None), True)
+
+
+class SharedMoERunner(MoERunner):
+    """vLLM's layer of experts, whose router chooses by `choose_experts` in an aligned engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not is_aligned_engine():
+            return
+        router: Any = self.router
+        if router.scoring_func != "softmax" or getattr(router, "e_score_correction_bias", None) is not None:
+            raise ValueError("nemo_fp8rl.align=vllm: the model chooses experts by more than a softmax; set align=none")
+
+        def choose(hidden: Tensor, logits: Tensor, indices_type: Any, **_: Any) -> tuple[Tensor, Tensor]:
+            weights, ids = choose_experts(logits, router.top_k, router.renormalize)
+            return weights, ids if indices_type is None else ids.to(indices_type)
+
+        router._compute_routing = choose

@@ -1,0 +1,16 @@
+"""The engine's fingerprint: the shared operations, and the FP8 product of the kernel that its layers take."""
+
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+
+from nemo_fp8rl.generation.fp8_method.shared_ops.linears import fp8_product
+from nemo_fp8rl.hf.shared_operations import Shapes
+from nemo_fp8rl.ops.fingerprint import Fingerprint, Functions, fingerprint
+
+
+def engine_fingerprint(shapes: Shapes, device: torch.device, vllm_config: Any) -> Fingerprint:
+    """Return the digests of an engine's operations; vllm_config decides which kernels vLLM has."""
+    with set_current_vllm_config(vllm_config):
+        return fingerprint(shapes, device, Functions(fp8_product))

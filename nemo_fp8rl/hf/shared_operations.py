@@ -1,0 +1,90 @@
+"""What `nemo_fp8rl.align=vllm` on a GPU asks of a recipe, and the sizes of a model's operations."""
+
+from dataclasses import dataclass
+
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
+from nemo_fp8rl.hf.model_config import HfConfig
+
+OF_LAYER = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "gate_up": "gate_proj", "down": "down_proj"}
+"""Kind of matrix -> the HF name, in a layer, by which `Fp8Layers` decides."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of a model's operations.
+
+    matrices:      name -> (N, K) of each kind of linear layer, and of the head
+    fp8_matrices:  names of those that multiply in FP8, in order
+    pow2:          the scales of FP8 blocks are powers of two
+    experts:       number of experts; gate_up and down are then an expert's
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    groups: int
+    head_dim: int
+    eps: float
+    matrices: dict[str, tuple[int, int]]
+    fp8_matrices: tuple[str, ...]
+    pow2: bool
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
+    """Raise UserError, with operation and key, for a recipe that the shared operations do not cover."""
+    vllm, megatron, prefix = cfg.policy.generation.vllm_cfg, cfg.policy.megatron_cfg, "policy.generation.vllm_cfg"
+    engine_ranks, ranks = vllm.tensor_parallel_size, megatron.tensor_model_parallel_size
+    of_engine, of_trainer = f"{prefix}.tensor_parallel_size", "policy.megatron_cfg.tensor_model_parallel_size"
+    refused = {
+        f"{prefix}.kv_cache_dtype=fp8: attention on an FP8 KV cache": cfg.fp8_kv_cache,
+        f"{prefix}.attention_backend={vllm.attention_backend}: attention by a backend of vLLM": vllm.attention_backend,
+        f"{of_engine}={engine_ranks}: a sum over more than two ranks": engine_ranks > 2,
+        f"{of_trainer}={ranks} beside {of_engine}={engine_ranks}: a sum over other ranks": ranks != engine_ranks,
+        f"policy.precision={cfg.policy.precision}: a model in float32": cfg.policy.precision == "float32",
+        f"{prefix}.expert_parallel_size={vllm.expert_parallel_size}: a sum over ranks of experts": (
+            vllm.expert_parallel_size > 1
+        ),
+        f"policy.megatron_cfg.expert_model_parallel_size={megatron.expert_model_parallel_size}: a sum over ranks of "
+        "experts": megatron.expert_model_parallel_size > 1,
+        f"{of_trainer}={ranks}: a mixture of experts on several ranks": hf.family.experts and ranks > 1,
+    }
+    if reasons := [reason for reason, applies in refused.items() if applies]:
+        raise UserError(f"nemo_fp8rl.align=vllm: {reasons[0]} is not aligned on a GPU; set nemo_fp8rl.align=none")
+
+
+def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
+    """Return the sizes of a model's operations on one of the engine's ranks.
+
+    The kinds of matrices that are FP8 are those of any FP8 layer: layers have the same sizes.
+    """
+    ranks = cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    heads, groups = hf.num_attention_heads // ranks, max(1, hf.num_key_value_heads // ranks)
+    h, q, kv, width = hf.hidden_size, heads * hf.head_dim, groups * hf.head_dim, hf.intermediate_size // ranks
+    fp8 = engine_fp8_layers(hf, cfg)
+    layers = range(hf.num_hidden_layers)
+    mlp = "mlp.experts." if hf.family.experts else "mlp."
+    names = {kind: part if "." in part else mlp + part for kind, part in OF_LAYER.items()}
+    in_fp8 = [k for k, part in names.items() if any(fp8.quantizes(f"model.layers.{i}.{part}") for i in layers)]
+    return Shapes(
+        hidden_size=h,
+        intermediate_size=width,
+        heads=heads,
+        groups=groups,
+        head_dim=hf.head_dim,
+        eps=hf.rms_norm_eps,
+        matrices={
+            "qkv": (q + 2 * kv, h),
+            "o": (h, q),
+            "gate_up": (2 * width, h),
+            "down": (h, width),
+            "head": (-(-hf.vocab_size // ranks), h),
+        },
+        fp8_matrices=tuple(in_fp8),
+        pow2=cfg.nemo_fp8rl.scale_format == "pow2",
+        experts=hf.num_experts,
+        experts_per_token=hf.num_experts_per_tok,
+    )

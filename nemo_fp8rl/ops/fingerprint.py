@@ -1,0 +1,130 @@
+"""Fingerprints of operations: digests of what they make of fixed inputs, on the machine where they run.
+
+Trainer and engine compute the fingerprint of their operations at start. Equal digests show that both compute the same
+bits on these machines, with these libraries; an operation that differs is named. One digest covers several numbers of
+rows, so that a kernel whose rows depend on the batch is found as well.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_fp8rl.fp8 import quantize_blockwise
+from nemo_fp8rl.hf.shared_operations import Shapes
+from nemo_fp8rl.ops.activation import silu_mul
+from nemo_fp8rl.ops.attention import attention
+from nemo_fp8rl.ops.experts import choose_experts, combine
+from nemo_fp8rl.ops.log_softmax import log_softmax
+from nemo_fp8rl.ops.matmul import fp8_linear, linear
+from nemo_fp8rl.ops.norm import add_rms_norm, rms_norm
+from nemo_fp8rl.ops.rope import rotate
+
+Fingerprint = frozenset[tuple[str, str]]
+"""(operation, digest), of all ranks."""
+ROWS = {"cuda": (1, 7, 64, 257, 4096), "cpu": (1, 3, 5)}
+"""Numbers of rows; few on a CPU, where only an interpreter runs these operations."""
+MOST_VALUES = 1 << 25
+"""Values of one output; rows of the head are left out above it."""
+MULTIPLIER = 0x2545F4914F6CDD1D
+LENGTH = 70
+"""Keys of the longest sequence in attention: more than a block of them."""
+
+
+def shared_fp8_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
+    stored = quantize_blockwise(weight, scale_format="pow2" if pow2 else "fp32")
+    return fp8_linear(x, stored.data, stored.scale_inv, pow2)
+
+
+class Functions(NamedTuple):
+    """The operations that a side may take from a library instead of from this folder.
+
+    fp8_product:  (x [M, K], weight [N, K], both bf16; pow2) -> [M, N]
+    """
+
+    fp8_product: Callable[[Tensor, Tensor, bool], Tensor] = shared_fp8_product
+
+
+def fingerprint(shapes: Shapes, device: torch.device, functions: Functions | None = None) -> Fingerprint:
+    """Return the digest of every operation of a model of these sizes."""
+    rows = ROWS[device.type]
+    with torch.no_grad():
+        digests = _digests(shapes, rows, device, functions or Functions())
+        return frozenset((name, _digest(outputs)) for name, outputs in digests)
+
+
+def _digests(
+    shapes: Shapes, rows: Iterable[int], device: torch.device, functions: Functions
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield (operation, its outputs)."""
+    h, d = shapes.hidden_size, shapes.head_dim
+    most = max(rows)
+    x, residual, weight = (_values((most, h), device, seed) for seed in range(3))
+    weight, eps = weight[0], shapes.eps
+    yield f"norm of states [{h}]", [rms_norm(x[:m], weight, eps) for m in rows]
+    yield f"residual and norm [{h}]", [t for m in rows for t in add_rms_norm(x[:m], residual[:m], weight, eps)]
+    q, head_weight = _values((most, shapes.heads, d), device, 3), _values((d,), device, 4)
+    yield f"norm of heads [{d}]", [rms_norm(q[:m], head_weight, eps) for m in rows]
+    table, positions = _values((most, d), device, 5), torch.arange(most, device=device)
+    yield f"rotation [{d}]", [rotate(q[:m], positions[:m], table) for m in rows]
+    gate_up = _values((most, 2 * shapes.intermediate_size), device, 6)
+    yield f"silu times up [{shapes.intermediate_size}]", [silu_mul(gate_up[:m]) for m in rows]
+    for name, (n, k) in shapes.matrices.items():
+        inputs, matrix = _values((most, k), device, 7), _values((n, k), device, 8)
+        fitting = [m for m in rows if m * n <= MOST_VALUES]
+        if name in shapes.fp8_matrices:
+            products = [functions.fp8_product(inputs[:m], matrix, shapes.pow2) for m in fitting]
+            yield f"FP8 product {name} [{n}, {k}]", products
+        else:
+            yield f"product {name} [{n}, {k}]", [linear(inputs[:m], matrix) for m in fitting]
+    if shapes.experts:
+        yield from _expert_outputs(shapes, rows, device)
+    yield f"attention [{shapes.heads}, {shapes.groups}, {d}]", list(_attention_outputs(shapes, device))
+    logits = _values((7, shapes.matrices["head"][0]), device, 9).float() * 8
+    yield "log-softmax", [log_softmax(logits[:m]) for m in (1, 7)]
+
+
+def _expert_outputs(shapes: Shapes, rows: Iterable[int], device: torch.device) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the choice of experts, and the weighted sum of given outputs."""
+    most, k = max(rows), shapes.experts_per_token
+    logits = _values((most, shapes.experts), device, 13)
+    chosen = [choose_experts(logits[:m], k, True) for m in rows]
+    yield f"choice of {k} among {shapes.experts} experts", [t for both in chosen for t in both]
+    y = _values((most * k, shapes.hidden_size), device, 14)
+    sums = [combine(y[: m * k], weights, ids) for m, (weights, ids) in zip(rows, chosen, strict=True)]
+    yield f"sum of {k} experts [{shapes.hidden_size}]", sums
+
+
+def _attention_outputs(shapes: Shapes, device: torch.device) -> Iterator[Tensor]:
+    """Yield attention of a whole sequence, of its last token alone, and of both beside a second sequence."""
+    keys, values = (_values((2 * LENGTH, 1, shapes.groups, shapes.head_dim), device, seed) for seed in (10, 11))
+    q = _values((2 * LENGTH, shapes.heads, shapes.head_dim), device, 12)
+    pages = torch.arange(2 * LENGTH, dtype=torch.int32, device=device).view(2, LENGTH)
+    scale = shapes.head_dim**-0.5
+
+    def attend(queries: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
+        starts_tensor, lengths_tensor = (torch.tensor(t, dtype=torch.int32, device=device) for t in (starts, lengths))
+        return attention(queries, keys, values, pages[: len(lengths)], starts_tensor, lengths_tensor, scale)[0]
+
+    yield attend(q[:LENGTH], [0, LENGTH], [LENGTH])
+    yield attend(q[LENGTH - 1 : LENGTH], [0, 1], [LENGTH])
+    yield attend(q[LENGTH - 1 :], [0, 1, 1 + LENGTH], [LENGTH, LENGTH])
+
+
+def _values(shape: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
+    """Return bf16 values in (-2, 2) that integer arithmetic makes, so that every machine makes the same."""
+    count = torch.Size(shape).numel()
+    numbers = (torch.arange(count, device=device) * 48271 + 7919 * (seed + 1)) % 65537 * (seed + 3) % 4093
+    return ((numbers - 2046).float() / 1024).bfloat16().view(shape)
+
+
+def _digest(outputs: list[Tensor]) -> str:
+    """Return 16 hexadecimal digits of all bits: a sum of whole numbers, which no order changes."""
+    total = 0
+    for i, output in enumerate(outputs):
+        bits = output.contiguous().flatten().view(torch.int16 if output.element_size() == 2 else torch.int32).long()
+        places = torch.arange(len(bits), device=bits.device) * 2 + 2 * i + 1
+        mixed = bits * places * MULTIPLIER  # modulo 2^64
+        total = (total + int((mixed ^ (mixed >> 29)).sum()) * (2 * i + 1)) % 2**64
+    return f"{total:016x}"

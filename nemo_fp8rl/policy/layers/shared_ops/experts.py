@@ -1,0 +1,82 @@
+"""A mixture of experts in the trainer, by the operations that an aligned engine on a GPU computes with.
+
+Megatron weighs an expert's input to its last product; here, as in the engine, the outputs are weighed and summed in the
+order of the experts' numbers. All experts are on one rank.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nemo_fp8rl.ops.experts import choose_experts, combine
+from nemo_fp8rl.ops.matmul import linear
+
+
+class SharedMoELayer(MoELayer):
+    """Router, experts and their sum. Megatron's router has the weight, and the replay of an engine's choice."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Return (the sum of the experts' outputs, None for a bias); hidden_states [T, B, H]."""
+        x = hidden_states.flatten(0, -2)
+        weights, ids = self._choose(linear(x, self.router.weight))
+        k, slots = ids.size(1), ids.flatten()
+        by_expert = slots.argsort(stable=True)
+        counts = slots.bincount(minlength=len(self.experts.local_experts)).tolist()
+        outputs = [
+            expert(x[of_expert // k])[0]
+            for expert, of_expert in zip(self.experts.local_experts, by_expert.split(counts), strict=True)
+            if len(of_expert)
+        ]
+        y = x.new_zeros(len(slots), x.size(1)).index_copy(0, by_expert, torch.cat(outputs))
+        return WeightedSum.apply(y, weights, ids).view_as(hidden_states), None
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (weights, experts), both [tokens, k]; the experts are the engine's where the batch names them."""
+        weights, ids = ExpertChoice.apply(logits, self.router.topk)
+        replay = getattr(self.router, "router_replay", None)
+        if replay is None:
+            return weights, ids
+        scores = logits.float()
+        _, replayed = replay.get_replay_topk(scores, ids.size(1), None, None, lambda *_, **__: (weights, ids))
+        same = (replayed == ids).all(-1, keepdim=True)
+        return torch.where(same, weights, scores.gather(1, replayed).softmax(-1)), replayed
+
+
+class ExpertChoice(torch.autograd.Function):
+    """apply(logits [tokens, experts], k) -> (weights float32, experts int64), both [tokens, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        weights, ids = choose_experts(logits, k, True)
+        ids = ids.long()
+        ctx.save_for_backward(weights, ids)
+        ctx.mark_non_differentiable(ids)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return weights, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+        weights, ids = ctx.saved_tensors
+        of_chosen = weights * (grad - (grad * weights).sum(-1, keepdim=True))  # of a softmax over the chosen logits
+        return grad.new_zeros(ctx.shape).scatter(1, ids, of_chosen).to(ctx.dtype), None
+
+
+class WeightedSum(torch.autograd.Function):
+    """`ops.experts.combine` with gradients: apply(y [tokens * k, H], weights [tokens, k], ids [tokens, k])."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights)
+        return combine(y, weights, ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, weights = ctx.saved_tensors
+        of_token = grad.float().unsqueeze(1)  # [tokens, 1, H]
+        grad_y = (weights.unsqueeze(-1) * of_token).flatten(0, 1).to(y.dtype)
+        return grad_y, (y.view(*weights.shape, -1).float() * of_token).sum(-1), None

@@ -1,0 +1,41 @@
+"""The shared attention on the pages of vLLM's backend for CPUs, which is the only one that vLLM chooses there."""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+import nemo_fp8rl.generation.weights.worker_extension  # noqa: F401, it may register another backend, for FP8 caches
+from nemo_fp8rl.generation.fp8_method.shared_ops.attention import SharedAttention
+from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import is_aligned_engine
+from nemo_fp8rl.generation.vllm_compat import keys_and_values
+
+UNALIGNED: Any = AttentionBackendEnum.CPU_ATTN.get_class()
+
+
+class SharedCpuAttention(SharedAttention, CPUAttentionBackendImpl):
+    """On pages [pages, groups, page_size, 2 * d]: of each token key, then value."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        is_token = slot_mapping >= 0
+        slots, pages = slot_mapping[is_token], keys_and_values(kv_cache, self.head_size)
+        page, slot = slots // kv_cache.size(2), slots % kv_cache.size(2)
+        for cache, x in zip(pages, (key, value), strict=True):
+            cache[page, slot] = x[: len(is_token)][is_token]
+
+
+class PagesBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return SharedCpuAttention if is_aligned_engine() else UNALIGNED.get_impl_cls()
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return UNALIGNED.get_builder_cls()
+
+
+def register() -> None:
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{PagesBackend.__qualname__}")

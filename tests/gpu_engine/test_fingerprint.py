@@ -1,0 +1,121 @@
+"""Fingerprints of the shared operations: equal where the bits are, and an operation with another bit is named."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from nemo_fp8rl.assemble import check_fingerprints
+from nemo_fp8rl.commands.doctor import fingerprints as doctor
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation.interface import EngineDescription
+from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.hf.shared_operations import Shapes
+from nemo_fp8rl.ops import fingerprint as module
+from nemo_fp8rl.policy.interface import PolicyDescription
+from tests.conftest import RECIPES
+
+SHAPES = Shapes(
+    hidden_size=128,
+    intermediate_size=128,
+    heads=4,
+    groups=2,
+    head_dim=32,
+    eps=1e-6,
+    matrices={"qkv": (256, 128), "down": (128, 128), "head": (40, 128)},
+    fp8_matrices=("qkv", "down"),
+    pow2=True,
+)
+NAMES = {
+    "rms_norm": ["norm of heads [32]", "norm of states [128]"],
+    "add_rms_norm": ["residual and norm [128]"],
+    "rotate": ["rotation [32]"],
+    "silu_mul": ["silu times up [128]"],
+    "linear": ["product head [40, 128]"],
+    "fp8_linear": ["FP8 product down [128, 128]", "FP8 product qkv [256, 128]"],
+    "attention": ["attention [4, 2, 32]"],
+    "log_softmax": ["log-softmax"],
+}
+CPU = torch.device("cpu")
+
+
+def check(trainer: module.Fingerprint, engines: module.Fingerprint) -> None:
+    none = frozenset[str]()
+    check_fingerprints(PolicyDescription(*[none] * 5, trainer), EngineDescription(none, none, engines))
+
+
+@pytest.fixture(scope="module")
+def expected() -> module.Fingerprint:
+    return module.fingerprint(SHAPES, CPU)
+
+
+def test_it_repeats_and_covers_every_operation(expected):
+    assert module.fingerprint(SHAPES, CPU) == expected
+    assert {name for name, _ in expected} == {name for names in NAMES.values() for name in names}
+    check(expected, expected)
+
+
+@pytest.mark.parametrize("operation", NAMES)
+def test_an_operation_with_one_other_bit_is_named(operation, expected, monkeypatch):
+    real, calls = getattr(module, operation), []
+
+    def change_last_bit(*args):
+        out = real(*args)
+        first = out[0] if isinstance(out, tuple) else out
+        if not calls:
+            bits = first.view(torch.int16 if first.element_size() == 2 else torch.int32).view(-1)
+            bits[-1] ^= 1
+        if operation not in ("rms_norm", "fp8_linear"):  # these stand for two
+            calls.append(1)
+        return out
+
+    monkeypatch.setattr(module, operation, change_last_bit)
+    found = module.fingerprint(SHAPES, CPU)
+    with pytest.raises(UserError) as refusal:
+        check(expected, found)
+    assert f"do not compute the same bits in {', '.join(NAMES[operation])}: give both" in str(refusal.value)
+
+
+def test_a_kernel_whose_rows_depend_on_the_batch_is_found(expected):
+    def product(x, weight, pow2):
+        out = module.shared_fp8_product(x, weight, pow2)
+        return out * (1.0 if len(x) == 1 else 1.01)
+
+    found = module.fingerprint(SHAPES, CPU, module.Functions(product))
+    with pytest.raises(UserError, match="same bits in FP8 product down"):
+        check(expected, found)
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """The doctor's view of a tiny model, in the place of NeMo RL's recipe."""
+    make_tiny(tmp_path / "tiny", "add", 0, "qwen3")
+    paths = (f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl")
+    cfg = load(RECIPES / "tiny_cpu.yaml", [*paths, "nemo_fp8rl.align=vllm"])
+    monkeypatch.setattr(
+        doctor, "package_config", lambda plan: nullcontext((read_hf_config(cfg.policy.model_name), cfg))
+    )
+
+
+def test_the_doctor_runs_it_alone_on_a_node_with_a_gpu(tiny, monkeypatch):
+    (finding,) = doctor.check_fingerprints(None)
+    assert (finding.level, finding.text) == (
+        "error",
+        "--fingerprint runs the operations: start it on a node with a GPU",
+    )
+    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
+    (finding,) = doctor.check_fingerprints(None)
+    assert finding.level == "ok"
+    assert "trainer and engine compute the same bits in 1" in finding.text
+    real, calls = module.silu_mul, []
+
+    def other_bit_in_the_engine(gate_up):
+        calls.append(1)
+        return real(gate_up) if len(calls) <= len(module.ROWS["cpu"]) else real(gate_up) * 1.01
+
+    monkeypatch.setattr(module, "silu_mul", other_bit_in_the_engine)
+    (finding,) = doctor.check_fingerprints(None)
+    assert finding.level == "error"
+    assert finding.text == "trainer and engine do not compute the same bits in silu times up [512]"

@@ -1,0 +1,66 @@
+"""The promise on a GPU, on Triton's interpreter: trainer and aligned engine give each token the same log-prob."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.ops import alignment
+from tests.batches import loss_totals
+from tests.conftest import RECIPES, SMALL
+from tests.generation.pair import FREE, Pair
+
+CASES = [(family, flow) for family in ("qwen3", "qwen2", "llama", "qwen3_moe") for flow in ("fp8_e2e", "bf16")]
+SAMPLING = replace(FREE, max_new_tokens=5)
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def pair(request, tmp_path_factory):
+    family, flow = request.param
+    folder = tmp_path_factory.mktemp(family) / "tiny"
+    make_tiny(folder, "add", 0, family)
+    paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
+    keys = (f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alignment, "has_gpu", lambda: True)
+        pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *keys]))
+        pair.prompts = pair.prompts[:1]
+        pair.refit()
+        yield pair
+        pair.close()
+
+
+def check(pair, batch) -> None:
+    """Every sampled token of the batch has the engine's log-prob, to the bit."""
+    logprobs = pair.worker.logprobs(batch)
+    metrics = mismatch_metrics(logprobs, batch.generation_logprobs, batch.token_mask)
+    sampled = batch.token_mask.bool()
+    assert sampled.sum() > 8
+    assert torch.equal(logprobs[sampled], batch.generation_logprobs[sampled]), metrics
+    assert metrics["token_mult_prob_error"] == 1.0
+
+
+def test_both_sides_have_the_same_fingerprint(pair):
+    trainer, engines = pair.policy.describe().fingerprint, pair.generation.describe().fingerprint
+    assert trainer == engines
+    assert len(trainer) > 9
+
+
+def test_every_token_has_the_engines_log_prob_before_and_after_refits(pair):
+    batch = pair.samples(SAMPLING)
+    check(pair, batch)
+    pair.worker.train_step(batch, NllLoss(), loss_totals(4.0, float(batch.token_mask.sum())))
+    pair.refit()
+    batch = pair.samples(SAMPLING)
+    check(pair, batch)
+    pipeline = pair.worker.pipeline
+    packing = replace(pipeline.policy.sequence_packing, enabled=True)
+    pipeline.policy, policy = replace(pipeline.policy, sequence_packing=packing), pipeline.policy
+    try:
+        check(pair, batch)
+    finally:
+        pipeline.policy = policy
