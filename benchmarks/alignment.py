@@ -3,7 +3,7 @@
     python benchmarks/alignment.py [--family qwen3] [--samples 256] [--folder runs/alignment]
 
 A warm model generates answers of up to 31 tokens once; then trainers that differ in one rounding point score the same
-answers with the same weights, in the flows bf16 and fp8_e2e. Prints the table of docs/cpu.md, and writes it with
+answers with the same weights, in the flows bf16 and fp8_e2e. Prints the table of docs/alignment.md, and writes it with
 machine and versions to benchmarks/results/alignment_FAMILY.json.
 """
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.advantages import group_advantages
 from nemo_fp8rl.algorithms.correction import correct_batch
-from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
+from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.loss_config import LossConfig
 from nemo_fp8rl.batch import LossTotals, ScoredBatch
@@ -53,8 +53,9 @@ GRID, STAYS, CHANGES, OUTLIERS = 0.25, 0.2, 0.05, (-3.0, -2.0, 2.0)
 and OUTLIERS on arms drawn among the better half."""
 BETA, RATE = 0.3, 5.0
 
-K3 = {"weight": "none", "weight_max": None, "reject": [Rule("seq_mean_k3", 0.2)]}
-SEQUENCE_MASK = {"weight": "token", "weight_max": None, "reject": [Rule("seq_mean_k1", 1.25, 0.8)]}
+K3 = {"weight": "none", "weight_max": None, "reject": [{"statistic": "seq_mean_k3", "max": 0.2}]}
+SEQUENCE_RULE = {"statistic": "seq_mean_k1", "max": 1.25, "min": 0.8}
+SEQUENCE_MASK = {"weight": "token", "weight_max": None, "reject": [SEQUENCE_RULE]}
 MODES: dict[str, dict[str, Any] | None] = {
     "engine = trainer": None,
     "none": {"preset": "none"},
@@ -76,7 +77,7 @@ MODES: dict[str, dict[str, Any] | None] = {
     "seq-mask-tis at 0.8": SEQUENCE_MASK,
     "seq-mask-tis at 0.8, kept": SEQUENCE_MASK | {"denominator": "kept"},
     "veto": {"preset": "veto"},
-    "veto at 0.2": {"weight": "token", "weight_max": 2.0, "reject": [Rule("seq_max_k1", None, 0.2)]},
+    "veto at 0.2": {"weight": "token", "weight_max": 2.0, "reject": [{"statistic": "seq_max_k1", "min": 0.2}]},
     "ipo": {"preset": "ipo"},
 }
 """Every preset as it comes; where its bounds, made for mismatches of a per mille, keep next to nothing here (or all),

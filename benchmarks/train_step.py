@@ -51,7 +51,9 @@ def timed(call: Callable[[], Any]) -> float:
     return seconds(waited)
 
 
-def measure(folder: Path, flow: str, fp8_param: bool, batch: RolloutBatch, rounds: int) -> dict[str, Any]:
+def measure(
+    folder: Path, flow: str, fp8_param: bool, batch: RolloutBatch, rounds: int, align: str = "none"
+) -> dict[str, Any]:
     tokens = batch.input_ids.numel()
     totals = LossTotals(torch.tensor(float(batch.num_rows)), torch.tensor(float(tokens)))
     cfg = load(
@@ -61,7 +63,7 @@ def measure(folder: Path, flow: str, fp8_param: bool, batch: RolloutBatch, round
             f"data.train.data_path={folder}/data.jsonl",
             f"nemo_fp8rl.flow={flow}",
             f"nemo_fp8rl.fp8_param={fp8_param}",
-            "nemo_fp8rl.align=none",
+            f"nemo_fp8rl.align={align}",
             f"policy.max_total_sequence_length={batch.input_ids.size(1)}",
             f"policy.train_global_batch_size={batch.num_rows}",
             f"policy.train_micro_batch_size={batch.num_rows}",

@@ -23,7 +23,6 @@ ARGUMENTS = {
     "loss": ["--rows", "32", "--columns", "256", "--rounds", "1", "--json", "{}/figures.json"],
     "mismatch": ["--steps", "1", "--folder", "{}"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
-    "quantize_gpu": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
     "refit": ["--small", "--rounds", "1", "--json", "{}/figures.json"],
     "residual": ["--samples", "8", "--folder", "{}"],
     "rollout": ["--batch-sizes", "1", "4", "--rounds", "1", "--layers", "1", "--json", "{}/figures.json"],
@@ -31,11 +30,29 @@ ARGUMENTS = {
     "train_step": ["--rounds", "1", "--json", "{}/figures.json"],
     "training": ["--steps", "60", "--seeds", "2", "--folder", "{}"],
 }
+ON_ONE_GPU = {
+    "align": ["--dry-run", "--json", "{}/figures.json"],
+    "bits": ["--dry-run", "--json", "{}/figures.json"],
+    "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
+}
+"""Scripts of benchmarks/gpu. A dry run is on a CPU, on Triton's interpreter."""
+NAMES = "embedding", "layer 0, qkv", "layer 0, activation", "layer 1, qkv", "final norm"
 
 
 def test_none_is_left_out():
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == ARGUMENTS.keys()
+    def scripts(folder: Path) -> set[str]:
+        return {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
+
+    assert scripts(BENCHMARKS) == ARGUMENTS.keys()
+    assert scripts(BENCHMARKS / "gpu") == {*ON_ONE_GPU, "interpreted"}
+
+
+@pytest.mark.parametrize("name", ON_ONE_GPU)
+def test_a_script_for_one_gpu_describes_itself(name, tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "gpu" / f"{name}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
 
 
 def test_what_they_take_from_the_package_is_there(monkeypatch):
@@ -45,6 +62,8 @@ def test_what_they_take_from_the_package_is_there(monkeypatch):
     try:
         with mock.patch.dict(os.environ):  # some set variables
             modules = {name: importlib.import_module(name) for name in ARGUMENTS}
+            for path in (BENCHMARKS / "gpu").glob("*.py"):
+                importlib.import_module(f"benchmarks.gpu.{path.stem}")
         for piece, _ in modules["alignment"].PIECES.values():
             with piece():
                 pass
@@ -58,8 +77,6 @@ def test_what_they_take_from_the_package_is_there(monkeypatch):
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_it_runs(name, tmp_path):
     """In a copy: some write their results beside themselves."""
-    if name == "quantize_gpu" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     copy = tmp_path / "benchmarks"
     shutil.copytree(BENCHMARKS, copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
     (copy / "results").mkdir()
@@ -80,3 +97,58 @@ def test_it_runs(name, tmp_path):
         assert ratios["wire_full"] < 0.505
         assert ratios["wire_delta"] < 0.005
         assert ratios["wire_delta_whole_model"] < 0.012
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ON_ONE_GPU)
+def test_a_script_for_one_gpu_runs(name, tmp_path):
+    """On a CPU as its dry run."""
+    if name == "quantize" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    arguments = [argument.format(tmp_path) for argument in ON_ONE_GPU[name]]
+    command = [sys.executable, str(BENCHMARKS / "gpu" / f"{name}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    record = json.loads((tmp_path / "figures.json").read_text())
+    rows = {(row["section"], row["case"]): row for row in record.get("rows", ())}
+    if name == "bits":
+        formulas = [row for (section, _), row in rows.items() if section == "operations" and "formula" in row]
+        assert len(formulas) > 10
+        assert all(row["formula"] == row["row_alone"] == 1 for row in formulas)
+    if name == "align":
+        for flow in ("fp8_e2e", "bf16"):
+            assert rows[f"the loop: {flow}", f"{flow}, align=vllm"]["exact_logprob_fraction"] == 1
+            assert rows[f"the loop: {flow}", f"{flow}, align=none"]["exact_logprob_fraction"] < 1
+            assert rows[f"the loop: {flow}", f"{flow}, align=vllm, first difference"]["first"] == "no difference"
+        assert "layer 0" in rows["a flow that differs", "bf16, align=none, first difference"]["first"]
+        assert rows["the loop: FP8 KV cache", "fp8_e2e, FP8 KV cache, align=vllm"]["refused"]
+
+
+def test_the_first_difference_is_the_first_in_order_of_computation():
+    from benchmarks.gpu.first_difference import compare
+
+    def outputs(**changed: float) -> dict[tuple[str, str], torch.Tensor]:
+        keys = [
+            ("embedding", ""),
+            ("layer 0", "qkv"),
+            ("layer 0", "activation"),
+            ("layer 1", "qkv"),
+            ("final norm", ""),
+        ]
+        return {key: torch.ones(3, 4) + changed.get("_".join(filter(None, key)).replace(" ", "_"), 0.0) for key in keys}
+
+    assert compare(outputs(), outputs()) == {"first": "no difference", "equal_rows": dict.fromkeys(NAMES, 1.0)}
+    found = compare(outputs(layer_1_qkv=0.5, layer_0_activation=0.25), outputs())
+    assert found["first"].startswith("layer 0, activation: token 0")
+    assert [name for name, share in found["equal_rows"].items() if share < 1] == ["layer 0, activation", "layer 1, qkv"]
+
+
+def test_kernels_are_grouped_by_their_bits():
+    from benchmarks.gpu.report import describe_agreement
+
+    ones, other = torch.ones(4, 8).bfloat16(), torch.ones(4, 8).bfloat16()
+    other[0, 0] = 2
+    text, shares = describe_agreement({"a": ones, "b": other, "c": ones.clone(), "d": other.clone()})
+    assert text == "a = c | b = d 96.8750 %"
+    assert shares["a = b"] == 31 / 32
+    assert shares["b = d"] == 1

@@ -1,6 +1,6 @@
 """The speed of quantizers on a GPU relative to a copy of the same bytes: ours, Transformer Engine's, and others.
 
-    python benchmarks/quantize_gpu.py [--rows 16384] [--columns 12288] [--rounds 30] [--json FILE]
+    python benchmarks/gpu/quantize.py [--rows 16384] [--columns 12288] [--rounds 30] [--json FILE]
 
 bf16 weights in 128x128 blocks. Times are medians of CUDA events; the weights are larger than the GPU's cache. The table
 also shows the bandwidth, of the bytes read and written, and its ratio to the bandwidth of a copy of the weights.
@@ -8,31 +8,22 @@ also shows the bandwidth, of the bytes read and written, and its ratio to the ba
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+
 import torch
-from quantize import E4M3, deepgemm, formula, nemo_rl, verl, weights
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.report import milliseconds
+from benchmarks.quantize import E4M3, deepgemm, formula, nemo_rl, verl, weights
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise, quantize_delta, scale_shape
 from nemo_fp8rl.fp8.kernels import describe, why_unavailable
-
-
-def milliseconds(call: Callable[[], Any], rounds: int) -> float:
-    """Return the median time of `rounds` calls, after three warm-up calls."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
-    for _ in range(3):
-        call()
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in events)
 
 
 def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
