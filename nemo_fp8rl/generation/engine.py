@@ -117,9 +117,8 @@ class VllmEngine:
             raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
         if self.records_routes:
             self.core.rpc("nemo_fp8rl_record_routes")
-        is_aligned = choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
-        self.shapes = operation_shapes(hf, cfg) if is_aligned else None
-        if is_aligned:
+        self.shapes = operation_shapes(hf, cfg) if choose_alignment(cfg.nemo_fp8rl) == "shared_ops" else None
+        if self.shapes:
             self.core.rpc("nemo_fp8rl_share_log_softmax")
 
     def generate(

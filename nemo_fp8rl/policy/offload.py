@@ -85,3 +85,8 @@ class Offload:
                     yield from group["params"]
                 for state in part.optimizer.state.values():
                     yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host; pinned if it came from a GPU, as the way back from pageable memory copies twice."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)

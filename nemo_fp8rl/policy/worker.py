@@ -41,7 +41,7 @@ from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, groups_experts, moe_dispatcher, transformer_config
-from nemo_fp8rl.policy.offload import Offload
+from nemo_fp8rl.policy.offload import Offload, copy_to_host
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, loses_denormals
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
@@ -125,7 +125,7 @@ class MegatronWorker:
             cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, token_multiple, alignment
         )
         if cfg.loss_fn.reference_policy_kl_penalty:  # kept on the host, because it is read only once per step
-            self.reference = [_copy_to_host(tensor) for tensor in self.rank_weights.storage_tensors()]
+            self.reference = [copy_to_host(tensor) for tensor in self.rank_weights.storage_tensors()]
         is_first = layout.tensor.rank == layout.context.rank == 0
         return RankInfo(shard=layout.data.rank, is_reporter=layout.is_last_stage and is_first)
 
@@ -397,8 +397,3 @@ def _check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
             "policy.precision=float32: on a GPU experts are Transformer Engine's, which multiplies float32 in TF32; "
             "set policy.precision=bfloat16"
         )
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host; pinned if it came from a GPU, as the way back from pageable memory copies twice."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
