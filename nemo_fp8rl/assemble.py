@@ -10,6 +10,7 @@ from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import EngineDescription
+from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.interface import PolicyDescription
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
 from nemo_fp8rl.refit.bridge import RefitBridge
@@ -45,7 +46,8 @@ def backends(cfg: Config, load: Callable[[MegatronPolicy], None]) -> Iterator[tu
 
 def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, first_version: int = 0) -> RefitBridge:
     """Connect trainer and engines. Raises UserError where the recipe's transport is not available."""
-    check_fingerprints(policy.describe(), generation.describe())
+    if choose_alignment(cfg.nemo_fp8rl) == "shared_ops":
+        check_fingerprints(policy.describe(), generation.describe())
     choice, transport = cfg.nemo_fp8rl.refit, choose_transport(cfg, policy)
     policy.open_refit(transport, generation.token)
     return RefitBridge(

@@ -27,7 +27,7 @@ def doctor(capsys, *arguments: object) -> tuple[int, str, str]:
 def test_a_recipe_of_our_own_loop(capsys):
     code, out, err = doctor(capsys, CONF / "tiny_cpu.yaml")
     assert (code, out) == (2, "")
-    assert err.endswith("recipes of `nemo-fp8rl train` are checked when they run\n")
+    assert err.endswith("recipes of `nemo-fp8rl train` are checked when that command runs\n")
 
 
 def test_without_a_checkout(capsys, monkeypatch):
