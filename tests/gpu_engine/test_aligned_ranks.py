@@ -47,7 +47,7 @@ def in_halves(matmul):
     return multiply
 
 
-@pytest.mark.parametrize("flow", ["fp8_e2e", "bf16"])
+@pytest.mark.parametrize("flow", ["fp8_e2e", pytest.param("bf16", marks=pytest.mark.long)])
 def test_two_ranks_have_the_bits_of_a_tensor_parallel_engine(ranks, tmp_path, flow):
     make_tiny(tmp_path / "tiny", "add", 0, "qwen3", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     paths = (f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl")

@@ -14,11 +14,13 @@ from tests.batches import loss_totals, rollout_batch
 from tests.conftest import RECIPES, SMALL
 
 CASES = [("qwen3", "fp8_e2e", "bfloat16"), ("qwen2", "bf16", "bfloat16"), ("llama", "bf16", "float32")]
+LONG = CASES[2:]
+PARAMETERS = [pytest.param(case, marks=[pytest.mark.long] * (case in LONG), id="-".join(case)) for case in CASES]
 GRADIENTS_APART = {"fp8_e2e": 0.1, "bfloat16": 0.02, "float32": 1e-5}
 """Of FP8 layers any other last bit moves gradients by 7 %: alignment with vLLM's kernels for CPUs does so, too."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def workers(request, tmp_path_factory):
     """(Aligned, not aligned) with the same weights."""
     family, flow, precision = request.param
