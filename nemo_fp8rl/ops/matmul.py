@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import quantize_activations
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 
-BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
+BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 FP8_BLOCK = 128
 """Columns of a tile of `fp8_linear`, and the values of K that share a scale."""
 

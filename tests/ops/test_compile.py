@@ -46,7 +46,7 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (
         matmul.linear_kernel,
         {"x": BF16, "weight": BF16, "bias": BF16, "out": BF16, "m": INT, "n": INT, "k": INT},
-        {"HAS_BIAS": True, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+        {"HAS_BIAS": True, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64},
     ),
     (
         matmul.fp8_linear_kernel,
@@ -76,7 +76,7 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         {**dict.fromkeys(("x", "weight"), E4M3), **dict.fromkeys(("x_scale", "weight_scale"), FP32), "out": BF16}
         | {"order": "*i32", "tile_experts": "*i32", **dict.fromkeys(("slots", "top_k", "n", "k"), INT)}
         | dict.fromkeys(("stride_scale_m", "stride_scale_k"), INT),
-        {"IS_FP8": True, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128},
+        {"IS_FP8": True, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128},
     ),
     (
         experts.combine_kernel,
