@@ -46,7 +46,7 @@ test: setup-dev  ## run the tests
 QUICK := tests/test_imports.py tests/test_docs.py tests/test_batch.py tests/common/test_secret_variables.py \
   tests/config tests/algorithms/test_advantages.py tests/algorithms/test_gates.py tests/algorithms/test_loss_config.py \
   tests/fp8/test_layers.py tests/fp8/test_linear.py tests/fp8/test_quantize.py tests/hf/test_fp8_layers.py \
-  tests/data/test_jsonl.py tests/data/test_order.py tests/data/test_split.py tests/run/test_directory.py \
+  tests/data/test_dataset.py tests/data/test_order.py tests/data/test_split.py tests/run/test_directory.py \
   tests/refit/test_manifest.py tests/refit/test_route_plan.py tests/refit/receiver tests/policy/weights/test_layout.py \
   tests/nemo_rl/recipe/test_precision.py tests/commands/doctor/test_memory.py tests/commands/report/test_scale.py \
   tests/commands/launch/test_settings.py tests/test_train.py::test_every_step_of_fp8_e2e_trains_and_is_aligned

@@ -101,3 +101,10 @@ def test_the_version_is_the_same_everywhere():
     assert nemo_fp8rl.__version__ == pyproject
     assert f"\nversion: {pyproject}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {pyproject}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_makefile_names_tests_that_are_there():
+    """With a path that is not there, pytest-xdist collects nothing and says no more than that."""
+    named = set(re.findall(r"tests/[\w/]+(?:\.py)?", (ROOT / "Makefile").read_text()))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
