@@ -10,6 +10,7 @@ from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import EngineDescription
+from nemo_fp8rl.hf.shared_operations import differing_operations
 from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.interface import PolicyDescription
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
@@ -63,10 +64,7 @@ def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, fi
 
 def check_fingerprints(trainer: PolicyDescription, engines: EngineDescription) -> None:
     """Raise UserError, with its name, where an operation that trainer and engines share has other bits on a machine."""
-    digests: dict[str, set[str]] = {}
-    for operation, digest in trainer.fingerprint | engines.fingerprint:
-        digests.setdefault(operation, set()).add(digest)
-    if found := sorted(operation for operation, of_operation in digests.items() if len(of_operation) > 1):
+    if found := differing_operations(trainer.fingerprint, engines.fingerprint):
         raise UserError(
             f"nemo_fp8rl.align=vllm: on these machines trainer and engines do not compute the same bits in "
             f"{', '.join(found)}: give both the same GPUs and versions of torch, Triton and Transformer Engine, or set "

@@ -182,7 +182,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "workers": {"common", "config"},
     "policy": {"algorithms", "batch", "common", "config", "fp8", "hf", "ops", "refit", "workers"},
     "generation": {"batch", "common", "config", "fp8", "hf", "ops", "refit", "workers"},
-    "assemble": {"algorithms", "common", "config", "generation", "ops", "policy", "refit", "workers"},
+    "assemble": {"algorithms", "common", "config", "generation", "hf", "ops", "policy", "refit", "workers"},
     "rollout": {"algorithms", "batch", "common", "config", "data", "generation"},
     "run": {"algorithms", "batch", "common", "config", "data", "policy", "rollout"},
     "train": {

@@ -1,5 +1,6 @@
 """What `nemo_fp8rl.align=vllm` on a GPU asks of a recipe, and the sizes of a model's operations."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_fp8rl.common.errors import UserError
@@ -56,10 +57,19 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
         raise UserError(f"nemo_fp8rl.align=vllm: {reasons[0]} is not aligned on a GPU; set nemo_fp8rl.align=none")
 
 
+def differing_operations(trainer: Iterable[tuple[str, str]], engines: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the operations, in order, that have more than one digest on the ranks of both sides."""
+    digests: dict[str, set[str]] = {}
+    for operation, digest in (*trainer, *engines):
+        digests.setdefault(operation, set()).add(digest)
+    return sorted(operation for operation, of_operation in digests.items() if len(of_operation) > 1)
+
+
 def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
     """Return the sizes of a model's operations on one of the engine's ranks.
 
-    The kinds of matrices that are FP8 are those of any FP8 layer: layers have the same sizes.
+    The kinds of matrices that are FP8 are those of any FP8 layer: layers have the same sizes. Matrices that are FP8 in
+    the engine alone (flow fp8_rollout) are left out, because the two sides multiply other numbers.
     """
     ranks = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     heads, groups = hf.num_attention_heads // ranks, max(1, hf.num_key_value_heads // ranks)
@@ -69,6 +79,14 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
     mlp = "mlp.experts." if hf.family.experts else "mlp."
     names = {kind: part if "." in part else mlp + part for kind, part in OF_LAYER.items()}
     in_fp8 = [k for k, part in names.items() if any(fp8.quantizes(f"model.layers.{i}.{part}") for i in layers)]
+    matrices = {
+        "qkv": (q + 2 * kv, h),
+        "o": (h, q),
+        "gate_up": (2 * width, h),
+        "down": (h, width),
+        "head": (-(-hf.vocab_size // ranks), h),
+    }
+    in_both = cfg.nemo_fp8rl.trainer_fp8
     return Shapes(
         hidden_size=h,
         intermediate_size=width,
@@ -76,14 +94,8 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
         groups=groups,
         head_dim=hf.head_dim,
         eps=hf.rms_norm_eps,
-        matrices={
-            "qkv": (q + 2 * kv, h),
-            "o": (h, q),
-            "gate_up": (2 * width, h),
-            "down": (h, width),
-            "head": (-(-hf.vocab_size // ranks), h),
-        },
-        fp8_matrices=tuple(in_fp8),
+        matrices={kind: shape for kind, shape in matrices.items() if in_both or kind not in in_fp8},
+        fp8_matrices=tuple(in_fp8) if in_both else (),
         pow2=cfg.nemo_fp8rl.scale_format == "pow2",
         experts=hf.num_experts,
         experts_per_token=hf.num_experts_per_tok,

@@ -5,5 +5,6 @@ written out. It uses only IEEE operations (a product that feeds a sum is written
 rounded to nearest, `exp` and `log` are polynomials), so every GPU, Triton's interpreter on a CPU and the torch formulas
 of the tests agree to the bit. docs/alignment.md lists the rounding rules.
 
-Every operation is an opaque operation of torch (`torch.ops.nemo_fp8rl`), so that torch.compile fuses nothing into it.
+Those that a traced model calls are opaque operations of torch (`torch.ops.nemo_fp8rl`), so that torch.compile fuses
+nothing into them. Attention and experts are called inside opaque operations of vLLM.
 """

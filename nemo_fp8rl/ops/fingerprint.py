@@ -28,6 +28,8 @@ ROWS = {"cuda": (1, 7, 64, 257, 4096), "cpu": (1, 3, 5)}
 MOST_VALUES = 1 << 25
 """Values of one output; rows of the head are left out above it."""
 MULTIPLIER = 0x2545F4914F6CDD1D
+OF_EXPERTS = ("gate_up", "down")
+"""Matrices that are an expert's in a mixture of experts."""
 LENGTH = 70
 """Keys of the longest sequence in attention: more than a block of them."""
 
@@ -40,10 +42,12 @@ def shared_fp8_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
 class Functions(NamedTuple):
     """The operations that a side may take from a library instead of from this folder.
 
-    fp8_product:  (x [M, K], weight [N, K], both bf16; pow2) -> [M, N]
+    fp8_product:     (x [M, K], weight [N, K], both bf16; pow2) -> [M, N]
+    expert_product:  the same of one expert
     """
 
     fp8_product: Callable[[Tensor, Tensor, bool], Tensor] = shared_fp8_product
+    expert_product: Callable[[Tensor, Tensor, bool], Tensor] = shared_fp8_product
 
 
 def fingerprint(shapes: Shapes, device: torch.device, functions: Functions | None = None) -> Fingerprint:
@@ -74,8 +78,9 @@ def _digests(
         inputs, matrix = _values((most, k), device, 7), _values((n, k), device, 8)
         fitting = [m for m in rows if m * n <= MOST_VALUES]
         if name in shapes.fp8_matrices:
-            products = [functions.fp8_product(inputs[:m], matrix, shapes.pow2) for m in fitting]
-            yield f"FP8 product {name} [{n}, {k}]", products
+            is_expert = shapes.experts and name in OF_EXPERTS
+            product = functions.expert_product if is_expert else functions.fp8_product
+            yield f"FP8 product {name} [{n}, {k}]", [product(inputs[:m], matrix, shapes.pow2) for m in fitting]
         else:
             yield f"product {name} [{n}, {k}]", [linear(inputs[:m], matrix) for m in fitting]
     if shapes.experts:

@@ -133,7 +133,7 @@ def trainer_fingerprint(shapes: Shapes, device: torch.device) -> frozenset[tuple
     if device.type != "cuda" or not shapes.fp8_matrices:
         return fingerprint(shapes, device)
     te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
-    return fingerprint(shapes, device, Functions(te.fp8_product))
+    return fingerprint(shapes, device, Functions(te.fp8_product, te.fp8_product))
 
 
 def block_spec(

@@ -1,6 +1,7 @@
 """Fingerprints of the shared operations: equal where the bits are, and an operation with another bit is named."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from nemo_fp8rl.commands.doctor import fingerprints as doctor
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation.fp8_method.shared_ops.experts import expert_product
 from nemo_fp8rl.generation.interface import EngineDescription
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.hf.shared_operations import Shapes
+from nemo_fp8rl.hf.shared_operations import Shapes, operation_shapes
 from nemo_fp8rl.ops import fingerprint as module
 from nemo_fp8rl.policy.interface import PolicyDescription
 from tests.conftest import RECIPES
@@ -86,6 +88,33 @@ def test_a_kernel_whose_rows_depend_on_the_batch_is_found(expected):
     found = module.fingerprint(SHAPES, CPU, module.Functions(product))
     with pytest.raises(UserError, match="same bits in FP8 product down"):
         check(expected, found)
+
+
+def test_an_expert_is_fingerprinted_by_the_kernel_for_experts():
+    shapes = replace(SHAPES, experts=4, experts_per_token=2)
+
+    def product(x, weight, pow2):
+        return module.shared_fp8_product(x, weight, pow2) * 1.01
+
+    found = module.fingerprint(shapes, CPU, module.Functions(expert_product=product))
+    with pytest.raises(UserError, match="same bits in FP8 product down"):
+        check(module.fingerprint(shapes, CPU), found)
+    engine = module.fingerprint(shapes, CPU, module.Functions(expert_product=expert_product))
+    check(module.fingerprint(shapes, CPU), engine)
+
+
+def test_what_is_fp8_on_one_side_alone_is_left_out(tmp_path):
+    make_tiny(tmp_path / "tiny", "add", 0, "qwen3")
+    paths = (f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl")
+    names = {}
+    for flow in ("fp8_e2e", "fp8_rollout", "bf16"):
+        cfg = load(RECIPES / "tiny_cpu.yaml", [*paths, f"nemo_fp8rl.flow={flow}"])
+        shapes = operation_shapes(read_hf_config(cfg.policy.model_name), cfg)
+        names[flow] = list(shapes.matrices), shapes.fp8_matrices
+    linears = ["qkv", "o", "gate_up", "down"]
+    assert names["fp8_e2e"] == ([*linears, "head"], tuple(linears))
+    assert names["fp8_rollout"] == (["head"], ())
+    assert names["bf16"] == ([*linears, "head"], ())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.commands.doctor.worker_limits import package_config
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.hf.shared_operations import Shapes, check_shared_operations, operation_shapes
+from nemo_fp8rl.hf.shared_operations import Shapes, check_shared_operations, differing_operations, operation_shapes
 from nemo_fp8rl.ops.alignment import has_gpu
 
 TOPIC = "fingerprint"
@@ -34,8 +34,7 @@ def check_fingerprints(plan: Plan) -> Iterator[Finding]:
     except UserError as error:
         yield Finding("error", TOPIC, str(error))
         return
-    engine_digests = dict(engine)
-    found = sorted(operation for operation, digest in trainer if engine_digests.get(operation) != digest)
+    found = differing_operations(trainer, engine)
     for operation in found:
         yield Finding("error", TOPIC, f"trainer and engine do not compute the same bits in {operation}")
     if not found:

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
+from nemo_fp8rl.fp8 import quantize_blockwise
 from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
 from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import is_aligned_engine
 from nemo_fp8rl.generation.fp8_method.stored_weights import PlainMoEMethod
@@ -23,6 +25,13 @@ def _multiply(layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, sca
     gate_up = experts_linear(x, layer.w13_weight, scales[0], tiles, topk_ids.size(1), pow2)
     y = experts_linear(silu_mul(gate_up), layer.w2_weight, scales[1], tiles, 1, pow2)
     return combine(y, topk_weights, topk_ids)
+
+
+def expert_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
+    """Return x [M, K] @ weight [N, K]^T as an FP8 expert multiplies, for a fingerprint; both are bf16."""
+    stored = quantize_blockwise(weight.unsqueeze(0), scale_format="pow2" if pow2 else "fp32")
+    tiles = tiles_of_experts(torch.zeros(len(x), 1, dtype=torch.int32, device=x.device), 1)
+    return experts_linear(x, stored.data, stored.scale_inv, tiles, 1, pow2)
 
 
 class SharedFp8MoEMethod(NativeFp8MoEMethod):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
+from nemo_fp8rl.generation.fp8_method.shared_ops.experts import expert_product
 from nemo_fp8rl.generation.fp8_method.shared_ops.linears import fp8_product
 from nemo_fp8rl.hf.shared_operations import Shapes
 from nemo_fp8rl.ops.fingerprint import Fingerprint, Functions, fingerprint
@@ -13,4 +14,4 @@ from nemo_fp8rl.ops.fingerprint import Fingerprint, Functions, fingerprint
 def engine_fingerprint(shapes: Shapes, device: torch.device, vllm_config: Any) -> Fingerprint:
     """Return the digests of an engine's operations; vllm_config decides which kernels vLLM has."""
     with set_current_vllm_config(vllm_config):
-        return fingerprint(shapes, device, Functions(fp8_product))
+        return fingerprint(shapes, device, Functions(fp8_product, expert_product))
