@@ -59,6 +59,11 @@ test-gpu-engine: export OMP_NUM_THREADS := $(OMP_NUM_THREADS)
 test-gpu-engine: setup-dev  ## the engine's methods for GPUs, on Triton's interpreter; `make test` runs it, too
 	@$(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder -p tests.gpu_engine.plugin \
 	  tests/gpu_engine $(ARGS)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory .venv/transformer-engine-2.20/installed || echo \
+	  "Transformer Engine's Python cannot be installed: tests/transformer_engine/test_aligned.py is left out" >&2)
+	@$(if $(ARGS),,test ! -f .venv/transformer-engine-2.20/installed || \
+	  PYTHONPATH=$(CURDIR)/.venv/transformer-engine-2.20 $(BIN)/python -m pytest -q -p tests.transformer_engine.plugin \
+	  -m transformer_engine tests/transformer_engine/test_aligned.py -k "qwen3 and not qwen3_moe")
 
 test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has the packages for one
 	@$(PYTHON) -m pytest -q -rs -m gpu $(ARGS)

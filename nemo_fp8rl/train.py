@@ -151,7 +151,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         stack.enter_context(stop_on_signals(stop))  # after Ray has started, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.completed_steps)
         run.add_choices(_machine_choices(policy, generation, bridge))
-        explained = explained_by(cfg, hf.family.experts, "none" not in policy.describe().alignments)
+        explained = explained_by(cfg, hf.family.experts, policy.describe().is_aligned)
         built = policy, generation, bridge, sampling, loss, explained
         parts = LoopParts(cfg, tokenizer, val_prompts, *built, display.show_phase)
         faults = FaultCounts(generation, display.say)

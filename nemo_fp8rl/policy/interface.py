@@ -29,7 +29,7 @@ class PolicyDescription:
 
     kernels:           the kernels that multiply FP8 layers; empty without FP8 layers
     quantizers:        what quantizes weights for a refit; empty without FP8 engines
-    alignments:        `nemo_fp8rl.align` as resolved: where the non-linear parts of the model round
+    alignments:        `nemo_fp8rl.align` as resolved (`ops.alignment.describe_alignment`)
     cache_roundings:   how attention rounds the keys and values of an FP8 KV cache; empty where it does not
     instruction_sets:  `machine.instructions` of the ranks' machines; "" for a CPU without AVX-512
     fingerprint:       digests of the operations shared with the engines (`ops.fingerprint`); empty without such
@@ -41,6 +41,11 @@ class PolicyDescription:
     cache_roundings: frozenset[str]
     instruction_sets: frozenset[str]
     fingerprint: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def is_aligned(self) -> bool:
+        """True if every rank rounds as the engines do."""
+        return not any(alignment.startswith("none") for alignment in self.alignments)
 
     @classmethod
     def union(cls, ranks: Iterable[Self]) -> Self:

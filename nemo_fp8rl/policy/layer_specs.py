@@ -6,7 +6,7 @@ replace a class.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -71,8 +71,8 @@ class LayerClasses:
     moe_layer: type = MoELayer
 
 
-def layer_classes(alignment: Alignment, scale_format: ScaleFormat) -> LayerClasses:
-    """Return the layers that round as this alignment says."""
+def layer_classes(alignment: Alignment, scale_format: ScaleFormat, unlike: Sequence[str] = ()) -> LayerClasses:
+    """Return the layers that round as this alignment says; unlike: see `block_spec`."""
     if alignment == "none":
         linears, fp8 = bf16_linears(False), fp8_linears(scale_format, False)
         return LayerClasses(RMSNorm, get_bias_dropout_add, SdpaAttention, linears, fp8)
@@ -83,7 +83,7 @@ def layer_classes(alignment: Alignment, scale_format: ScaleFormat) -> LayerClass
     from nemo_fp8rl.policy.layers.shared_ops import dense_layers as shared
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
 
-    linears, fp8 = shared.linears(), shared.fp8_linears(scale_format)
+    linears, fp8 = shared.linears(), shared.fp8_linears(scale_format, tuple(unlike))
     return LayerClasses(
         norm=shared.SharedRMSNorm,
         residual_add=get_bias_dropout_add,
@@ -130,23 +130,55 @@ def trainer_fingerprint(shapes: Shapes, device: torch.device) -> frozenset[tuple
     """
     from nemo_fp8rl.ops.fingerprint import Functions, fingerprint
 
-    if device.type != "cuda" or not shapes.fp8_matrices:
+    if not torch.cuda.is_available() or not shapes.fp8_matrices or products_unlike_engine(shapes, device):
         return fingerprint(shapes, device)
-    te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
-    return fingerprint(shapes, device, Functions(te.fp8_product, te.fp8_product))
+    product = transformer_engine_linears("pow2" if shapes.pow2 else "fp32").fp8_product
+    return fingerprint(shapes, device, Functions(product, product))
+
+
+def products_unlike_engine(shapes: Shapes, device: torch.device) -> list[str]:
+    """Return the FP8 matrices in which Transformer Engine has other bits than the shared product, on any rank.
+
+    If there is one, the trainer multiplies by the shared product, as an engine does that has such a library.
+    Raises UserError where there is no Transformer Engine.
+    """
+    from nemo_fp8rl.ops.fingerprint import is_shared_product
+
+    product = transformer_engine_linears("pow2" if shapes.pow2 else "fp32").fp8_product
+    names = shapes.fp8_matrices
+    unlike = [not is_shared_product(product, shapes.matrices[name], shapes.pow2, device) for name in names]
+    of_all_ranks = torch.tensor(unlike, dtype=torch.int32, device=device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(of_all_ranks)
+    return [name for name, ranks in zip(names, of_all_ranks.tolist(), strict=True) if ranks]
 
 
 def block_spec(
-    layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, rope: Rope, kv_cache: TrainerKvCache | None
+    layout: Layout,
+    choice: Fp8RlConfig,
+    fp8_layers: Fp8Layers,
+    rope: Rope,
+    kv_cache: TrainerKvCache | None,
+    unlike: Sequence[str] = (),
 ) -> TransformerBlockSubmodules:
-    """Return the spec of the rank's decoder layers for this precision and alignment."""
+    """Return the spec of the rank's decoder layers for this precision and alignment.
+
+    unlike:  `products_unlike_engine`, for which the layers name the reason why they do without Transformer Engine
+    Raises:  UserError where only Transformer Engine has a layer that the recipe asks for
+    """
     scale_format = choice.scale_format
-    classes = layer_classes(choose_alignment(choice), scale_format)
+    classes = layer_classes(choose_alignment(choice), scale_format, unlike)
     attention = make_attention_class(classes.attention, rope, kv_cache)
+    if unlike and choice.fp8_param:
+        raise UserError(
+            f"nemo_fp8rl.fp8_param: under nemo_fp8rl.align=vllm Transformer Engine's product has other bits than the "
+            f"engine's on this GPU in {', '.join(unlike)}, and no other layer holds FP8 weights; set "
+            "nemo_fp8rl.fp8_param=false or nemo_fp8rl.align=none"
+        )
 
     def linear(name: str, row: bool) -> type:
         in_fp8, is_grouped = fp8_layers.quantizes(name), layout.grouped_experts and ".experts." in name
-        if not (torch.cuda.is_available() and (in_fp8 or is_grouped)):
+        if unlike or not (torch.cuda.is_available() and (in_fp8 or is_grouped)):
             return (classes.fp8_linears if in_fp8 else classes.linears)[row]
         expert_format = scale_format if in_fp8 else None
         te = transformer_engine_linears(expert_format)

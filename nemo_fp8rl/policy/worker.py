@@ -34,7 +34,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.shared_operations import check_shared_operations, operation_shapes
-from nemo_fp8rl.ops.alignment import choose_alignment
+from nemo_fp8rl.ops.alignment import choose_alignment, describe_alignment
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescription
 from nemo_fp8rl.policy.layer_specs import trainer_fingerprint, transformer_engine_linears
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
@@ -207,7 +207,7 @@ class MegatronWorker:
         return PolicyDescription(
             kernels=frozenset(layer.kernel_name for layer in layers),
             quantizers=frozenset(filter(None, [self._quantizer()])),
-            alignments=frozenset([choose_alignment(self.cfg.nemo_fp8rl)]),
+            alignments=frozenset([describe_alignment(self.cfg.nemo_fp8rl)]),
             cache_roundings=frozenset(filter(None, [rounding])),
             instruction_sets=frozenset([instructions()]),
             fingerprint=self._fingerprint,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -17,9 +18,10 @@ from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.quantization import NemoFp8RlConfig, SharedBf16Config
 from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_config
-from nemo_fp8rl.generation.fp8_method.shared_ops import registration
+from nemo_fp8rl.generation.fp8_method.shared_ops import linears, registration
 from nemo_fp8rl.generation.fp8_method.shared_ops.attention import SharedAttention, SharedAttentionBackend
 from nemo_fp8rl.generation.fp8_method.shared_ops.layers import LAYERS
+from nemo_fp8rl.ops.fingerprint import shared_fp8_product
 from nemo_fp8rl.ops.norm import add_rms_norm
 from nemo_fp8rl.ops.rope import rotate
 from nemo_fp8rl.policy.layers.rope import read_rope
@@ -106,3 +108,37 @@ def test_a_name_that_another_plugin_has_taken_is_refused(monkeypatch):
 def test_attention_refuses_what_its_kernel_lacks():
     with pytest.raises(ValueError, match="does not do an FP8 KV cache or a sliding window"):
         SharedAttention(4, 64, 0.1, 2, None, 128, "fp8")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_library_multiplies_only_if_its_bits_are_the_shared_ones(monkeypatch, factor):
+    """vLLM's Triton kernel stands for DeepGEMM, which needs a GPU."""
+    monkeypatch.setattr(linears, "is_deep_gemm", lambda kernel: True)
+    monkeypatch.setattr(linears, "_SHARED_PRODUCTS", {})
+    real = TritonFp8BlockScaledMMKernel.apply_block_scaled_mm
+    calls = []
+
+    def fake_deep_gemm(self, **operands):
+        calls.append(len(operands["A"]))
+        return real(self, **operands) * factor
+
+    monkeypatch.setattr(TritonFp8BlockScaledMMKernel, "apply_block_scaled_mm", fake_deep_gemm)
+    x, weight = values((3, 256), seed=1), values((128, 256), seed=2)
+    with set_current_vllm_config(VllmConfig()):
+        out = linears.fp8_product(x, weight, True)
+        assert len(calls) == (3 if factor == 1.0 else 1)  # two numbers of rows, and the product; or the first of them
+        calls.clear()
+        again = linears.fp8_product(x, weight, True)
+        assert len(calls) == (1 if factor == 1.0 else 0)  # the answer is known for this shape
+    assert torch.equal(out, shared_fp8_product(x, weight, True))
+    assert torch.equal(again, out)
+
+
+def test_the_name_of_the_kernel_says_why_a_library_is_left_out(monkeypatch):
+    monkeypatch.setattr(linears, "is_deep_gemm", lambda kernel: True)
+    monkeypatch.setattr(linears, "is_shared_product", lambda *_: False)
+    monkeypatch.setattr(linears, "_SHARED_PRODUCTS", {})
+    method = linears.SharedFp8LinearMethod("pow2")
+    with set_current_vllm_config(VllmConfig()):
+        method.prepare(SimpleNamespace(weight=values((128, 256), seed=2)), torch.bfloat16)
+    assert method.kernel_name == "nemo_fp8rl.ops.fp8_linear (DeepGEMM has other bits)"

@@ -1,6 +1,9 @@
 """A trainer that computes by the shared operations: its function is the unaligned trainer's, with other last bits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +20,20 @@ CASES = [("qwen3", "fp8_e2e", "bfloat16"), ("qwen2", "bf16", "bfloat16"), ("llam
 LONG = CASES[2:]
 PARAMETERS = [pytest.param(case, marks=[pytest.mark.long] * (case in LONG), id="-".join(case)) for case in CASES]
 GRADIENTS_APART = {"fp8_e2e": 0.1, "bfloat16": 0.02, "float32": 1e-5}
-"""Of FP8 layers any other last bit moves gradients by 7 %: alignment with vLLM's kernels for CPUs does so, too."""
+"""In FP8 layers each other last bit may move a code, by up to 1/8 of its value. That is noise, which averages out over
+tokens: 7 % over these 48, less than 2 % over 3,072. Alignment with vLLM's kernels for CPUs shows the same."""
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
 def workers(request, tmp_path_factory):
-    """(Aligned, not aligned) with the same weights."""
-    family, flow, precision = request.param
-    folder = tmp_path_factory.mktemp(family) / "tiny"
+    with new_workers(request.param, tmp_path_factory.mktemp("aligned") / "tiny") as made:
+        yield made
+
+
+@contextmanager
+def new_workers(case: tuple[str, str, str], folder: Path) -> Iterator[list[MegatronWorker]]:
+    """Yield [aligned, not aligned] with the same weights."""
+    family, flow, precision = case
     make_tiny(folder, "add", 0, family)
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
     numerics = f"nemo_fp8rl.flow={flow}", f"policy.precision={precision}"
@@ -42,7 +51,7 @@ def workers(request, tmp_path_factory):
 def make_batch(sequences: int = 4, length: int = 12):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, 14, (sequences, length), generator=generator)
-    lengths = torch.tensor([length, length - 3, length - 5, length][:sequences])
+    lengths = torch.tensor([length, length - 3, length - 5, length] * -(-sequences // 4))[:sequences]
     mask = (torch.arange(length)[None] < lengths[:, None]).float()
     mask[:, :3] = 0
     return rollout_batch(ids, lengths, mask)
@@ -76,3 +85,14 @@ def test_log_probs_and_gradients_are_near_the_unaligned_ones(workers):
         series += [worker.train_step(batch, NllLoss(), totals)["loss"] for _ in range(2)]
         assert series[-1] < series[0]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.long
+def test_gradients_of_fp8_agree_within_two_percent_over_a_batch_of_usual_size(tmp_path):
+    batch = make_batch(256)
+    totals = loss_totals(256.0, float(batch.token_mask.sum()))
+    with new_workers(CASES[0], tmp_path / "tiny") as workers:
+        for worker in workers:
+            worker.train_step(batch, NllLoss(), totals)
+        ours, theirs = (torch.cat([p.main_grad.flatten() for p in worker.model.parameters()]) for worker in workers)
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()

@@ -7,7 +7,7 @@ layouts, and so which operand of which GEMM is quantized how, from what. What is
 import enum
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -101,6 +101,9 @@ class FakeKernels(ModuleType):
             cls.quantize(part, quantizer) for part, quantizer in zip(src.split(list(sizes)), quantizers, strict=True)
         ]
 
+    product: Callable[[Any, Any], Tensor] | None = None
+    """(Activations, weights) -> the forward product of two FP8 operands; None: torch's."""
+
     @staticmethod
     def generic_gemm(
         a: Any, transa: bool, b: Any, transb: bool, out: Tensor | None, quantizer: Any, out_dtype: Any,
@@ -114,7 +117,11 @@ class FakeKernels(ModuleType):
         left, right = _operand(b, not transb), _operand(a, transa)
         if out_dtype == DType.kFloat32:
             left, right = left.float(), right.float()
-        product = (left.t() if transb else left) @ (right.t() if transa else right)
+        is_forward = transa and not transb and hasattr(a, "_is_2D_scaled") and hasattr(b, "_is_2D_scaled")
+        if is_forward and FakeKernels.product is not None:
+            product = FakeKernels.product(b, a)
+        else:
+            product = (left.t() if transb else left) @ (right.t() if transa else right)
         product = product.to(TORCH_DTYPES[out_dtype])
         if not transb:
             product = product.view(*b.shape[:-1], product.size(-1))
@@ -206,6 +213,15 @@ class FakeKernels(ModuleType):
             square.mul_(beta2).addcmul_(grad.float(), grad.float(), value=1 - beta2)
             update = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + eps)
             parameter.sub_(lr * (update + weight_decay * parameter))
+
+
+def fake_product_of_rows(x: Any, weight: Any) -> Tensor:
+    """Add as `ops.fp8_linear`, which quantizes the activations again, to the same bytes."""
+    from nemo_fp8rl.ops.matmul import fp8_linear
+
+    rows, columns = weight._rowwise_data.shape
+    scales = weight._rowwise_scale_inv[: -(-rows // 128), : -(-columns // 128)].contiguous()
+    return fp8_linear(_operand(x, True), weight._rowwise_data.view(E4M3), scales, weight._quantizer.force_pow_2_scales)
 
 
 def _pad_into(place: Tensor, values: Tensor) -> None:

@@ -153,7 +153,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
     def _explained(self) -> float:
         """The mismatch above which a step is alarming."""
         experts = read_hf_config(self.cfg.policy.model_name).family.experts
-        return explained_by(self.cfg, experts, "none" not in self.policy.describe().alignments, self.is_asynchronous)
+        return explained_by(self.cfg, experts, self.policy.describe().is_aligned, self.is_asynchronous)
 
     def _watch_signal(self, has_signal: bool) -> None:
         """Say once in a row of steps that they teach nothing."""

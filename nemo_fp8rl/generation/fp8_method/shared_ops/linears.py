@@ -15,7 +15,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from nemo_fp8rl.fp8 import ScaleFormat, quantize_blockwise
 from nemo_fp8rl.generation.fp8_method.gpu_linear import NativeFp8LinearMethod, is_deep_gemm
 from nemo_fp8rl.generation.fp8_method.stored_weights import PlainLinearMethod
+from nemo_fp8rl.ops.fingerprint import is_shared_product
 from nemo_fp8rl.ops.matmul import fp8_linear, linear
+
+_SHARED_PRODUCTS: dict[tuple[Any, ...], bool] = {}
+"""(Kernel, pow2, N, K, device) -> whether the kernel has the shared product's bits; layers of one shape ask once."""
 
 
 @register_weight_loader_v2_supported_method
@@ -38,16 +42,31 @@ class SharedEmbeddingMethod(UnquantizedEmbeddingMethod):
 
 @register_weight_loader_v2_supported_method
 class SharedFp8LinearMethod(NativeFp8LinearMethod):
-    """DeepGEMM where vLLM has it, whose rows do not depend on the batch; elsewhere `fp8_linear`, which adds alike.
+    """DeepGEMM where vLLM has it and its bits are those of `fp8_linear`; elsewhere `fp8_linear`.
 
     A bias is added to the rounded product, in both.
     """
 
     def prepare(self, layer: Any, dtype: torch.dtype) -> None:
         super().prepare(layer, dtype)
-        self.is_library = is_deep_gemm(self.kernel)
+        has_library = is_deep_gemm(self.kernel)
+        self.is_library = has_library and self._is_shared_product(layer.weight)
         if not self.is_library:
-            self.kernel_name = "nemo_fp8rl.ops.fp8_linear (Triton)"
+            reason = "DeepGEMM has other bits" if has_library else "Triton"
+            self.kernel_name = f"nemo_fp8rl.ops.fp8_linear ({reason})"
+
+    def _is_shared_product(self, weight: Tensor) -> bool:
+        """True if the kernel of vLLM has the shared product's bits for weights of this shape, on this GPU."""
+        kernel, pow2, n, k = type(self.kernel).__name__, self.scale_format == "pow2", *weight.shape
+        key = kernel, pow2, n, k, weight.device
+        if key not in _SHARED_PRODUCTS:
+            _SHARED_PRODUCTS[key] = is_shared_product(self._library_product, (n, k), pow2, weight.device)
+        return _SHARED_PRODUCTS[key]
+
+    def _library_product(self, x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
+        stored = quantize_blockwise(weight, scale_format=self.scale_format)
+        layer = SimpleNamespace(weight=stored.data, weight_scale_inv=stored.scale_inv)
+        return NativeFp8LinearMethod.apply(self, layer, x)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.is_library:

@@ -152,9 +152,13 @@ def linears() -> tuple[type, type]:
 
 
 @functools.cache
-def fp8_linears(scale_format: ScaleFormat) -> tuple[type, type]:
-    """Return the column- and row-parallel layers that multiply in FP8."""
-    attributes = {"scale_format": scale_format}
+def fp8_linears(scale_format: ScaleFormat, unlike: tuple[str, ...] = ()) -> tuple[type, type]:
+    """Return the column- and row-parallel layers that multiply in FP8.
+
+    unlike:  matrices in which Transformer Engine has other bits, which is why these layers stand for its own
+    """
+    reason = f" (Transformer Engine has other bits in {', '.join(unlike)})" if unlike else ""
+    attributes = {"scale_format": scale_format, "kernel_name": SharedFp8Matmul.kernel_name + reason}
     return (
         type("SharedFp8ColumnParallelLinear", (SharedFp8Matmul, ColumnParallelLinear), attributes),
         type("SharedFp8RowParallelLinear", (SharedFp8Matmul, RowParallelLinear), attributes),
