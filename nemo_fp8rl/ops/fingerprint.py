@@ -67,6 +67,9 @@ class Functions(NamedTuple):
     fp8_product: Callable[[Tensor, Tensor, bool], Tensor] = shared_fp8_product
     expert_product: Callable[[Tensor, Tensor, bool], Tensor] = shared_fp8_product
 
+    def of_matrix(self, name: str, shapes: Shapes) -> Callable[[Tensor, Tensor, bool], Tensor]:
+        return self.expert_product if shapes.experts and name in OF_EXPERTS else self.fp8_product
+
 
 def fingerprint(shapes: Shapes, device: torch.device, functions: Functions | None = None) -> Fingerprint:
     """Return the digest of every operation of a model of these sizes."""
@@ -96,8 +99,7 @@ def _digests(
         inputs, matrix = _values((most, k), device, 7), _values((n, k), device, 8)
         fitting = [m for m in rows if m * n <= MOST_VALUES]
         if name in shapes.fp8_matrices:
-            is_expert = shapes.experts and name in OF_EXPERTS
-            product = functions.expert_product if is_expert else functions.fp8_product
+            product = functions.of_matrix(name, shapes)
             yield f"FP8 product {name} [{n}, {k}]", [product(inputs[:m], matrix, shapes.pow2) for m in fitting]
         else:
             yield f"product {name} [{n}, {k}]", [linear(inputs[:m], matrix) for m in fitting]

@@ -8,6 +8,7 @@ replace a class.
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +60,8 @@ class LayerClasses:
     linears:      (column-parallel, row-parallel) in the weights' precision
     fp8_linears:  the same in FP8, where Transformer Engine does not multiply
     activation:   the class for gate and up; None leaves them to Megatron
+    with_shared_values:  (Transformer Engine's layers of experts, format of FP8 scales or None) -> the same with the
+                         engine's values; for weights in bfloat16, and for FP8 where Transformer Engine has other bits
     """
 
     norm: type
@@ -69,6 +72,7 @@ class LayerClasses:
     activation: type | None = None
     experts: type = SequentialMLP
     moe_layer: type = MoELayer
+    with_shared_values: Callable[[tuple[type, type], ScaleFormat | None], tuple[type, type]] = lambda layers, _: layers
 
 
 def layer_classes(alignment: Alignment, scale_format: ScaleFormat, unlike: Sequence[str] = ()) -> LayerClasses:
@@ -82,6 +86,7 @@ def layer_classes(alignment: Alignment, scale_format: ScaleFormat, unlike: Seque
         return LayerClasses(AlignedRMSNorm, aligned_residual_add, AlignedAttention, linears, fp8, **moe)
     from nemo_fp8rl.policy.layers.shared_ops import dense_layers as shared
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
+    from nemo_fp8rl.policy.layers.shared_ops.grouped_experts import shared_values
 
     linears, fp8 = shared.linears(), shared.fp8_linears(scale_format, tuple(unlike))
     return LayerClasses(
@@ -92,6 +97,7 @@ def layer_classes(alignment: Alignment, scale_format: ScaleFormat, unlike: Seque
         fp8_linears=fp8,
         activation=shared.SharedSiluMul,
         moe_layer=SharedMoELayer,
+        with_shared_values=partial(shared_values, unlike=tuple(unlike)),
     )
 
 
@@ -126,27 +132,31 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
 def trainer_fingerprint(shapes: Shapes, device: torch.device) -> frozenset[tuple[str, str]]:
     """Return the digests of the operations that the trainer shares with engines (`ops.fingerprint`).
 
-    On a GPU its FP8 product is Transformer Engine's. Raises UserError where there is none.
+    On a GPU its FP8 products are Transformer Engine's where `products_unlike_engine` is empty. Raises UserError where
+    there is no Transformer Engine.
     """
     from nemo_fp8rl.ops.fingerprint import Functions, fingerprint
 
     if not torch.cuda.is_available() or not shapes.fp8_matrices or products_unlike_engine(shapes, device):
         return fingerprint(shapes, device)
-    product = transformer_engine_linears("pow2" if shapes.pow2 else "fp32").fp8_product
-    return fingerprint(shapes, device, Functions(product, product))
+    te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
+    return fingerprint(shapes, device, Functions(te.fp8_product, te.fp8_expert_product))
 
 
 def products_unlike_engine(shapes: Shapes, device: torch.device) -> list[str]:
     """Return the FP8 matrices in which Transformer Engine has other bits than the shared product, on any rank.
 
-    If there is one, the trainer multiplies by the shared product, as an engine does that has such a library.
+    If there is one, the trainer multiplies by the shared product, as an engine does whose library has other bits.
     Raises UserError where there is no Transformer Engine.
     """
-    from nemo_fp8rl.ops.fingerprint import is_shared_product
+    from nemo_fp8rl.ops.fingerprint import Functions, is_shared_product
 
-    product = transformer_engine_linears("pow2" if shapes.pow2 else "fp32").fp8_product
-    names = shapes.fp8_matrices
-    unlike = [not is_shared_product(product, shapes.matrices[name], shapes.pow2, device) for name in names]
+    te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
+    functions, names = Functions(te.fp8_product, te.fp8_expert_product), shapes.fp8_matrices
+    unlike = [
+        not is_shared_product(functions.of_matrix(name, shapes), shapes.matrices[name], shapes.pow2, device)
+        for name in names
+    ]
     of_all_ranks = torch.tensor(unlike, dtype=torch.int32, device=device)
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(of_all_ranks)
@@ -177,13 +187,18 @@ def block_spec(
         )
 
     def linear(name: str, row: bool) -> type:
-        in_fp8, is_grouped = fp8_layers.quantizes(name), layout.grouped_experts and ".experts." in name
-        if unlike or not (torch.cuda.is_available() and (in_fp8 or is_grouped)):
+        in_fp8 = fp8_layers.quantizes(name)
+        if layout.grouped_experts and ".experts." in name:
+            return grouped(in_fp8)[row]
+        if unlike or not (torch.cuda.is_available() and in_fp8):
             return (classes.fp8_linears if in_fp8 else classes.linears)[row]
+        return transformer_engine_linears(scale_format).te_linears(scale_format, choice.fp8_param)[row]
+
+    def grouped(in_fp8: bool) -> tuple[type, type]:
         expert_format = scale_format if in_fp8 else None
         te = transformer_engine_linears(expert_format)
-        fp8_param = in_fp8 and choice.fp8_param
-        return (te.te_experts(expert_format, fp8_param) if is_grouped else te.te_linears(scale_format, fp8_param))[row]
+        layers = te.te_experts(expert_format, in_fp8 and choice.fp8_param)
+        return classes.with_shared_values(layers, expert_format) if unlike or not in_fp8 else layers
 
     layers = [_layer_spec(layout, i, classes, attention, linear) for i in layout.layers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=classes.norm)

@@ -134,11 +134,6 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
     )
 
 
-def groups_experts(choice: Fp8RlConfig) -> bool:
-    """True where one layer of Transformer Engine has all experts of a rank."""
-    return torch.cuda.is_available() and choose_alignment(choice) != "shared_ops"
-
-
 def _moe_options(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
     """Return Qwen3-MoE's routing: top-k of the softmax, renormalized.
 
@@ -153,7 +148,7 @@ def _moe_options(hf: HfConfig, choice: Fp8RlConfig) -> dict[str, Any]:
         "moe_router_dtype": None if choose_alignment(choice) == "vllm_cpu" else "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": groups_experts(choice),
+        "moe_grouped_gemm": torch.cuda.is_available(),  # one layer of Transformer Engine has all experts of a rank
         "moe_permute_fusion": torch.cuda.is_available(),  # Transformer Engine's; Megatron's has no fixed order
     }
 

@@ -40,7 +40,7 @@ from nemo_fp8rl.policy.layer_specs import trainer_fingerprint, transformer_engin
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
-from nemo_fp8rl.policy.model import DTYPES, build_model, groups_experts, moe_dispatcher, transformer_config
+from nemo_fp8rl.policy.model import DTYPES, build_model, moe_dispatcher, transformer_config
 from nemo_fp8rl.policy.offload import Offload, copy_to_host
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, loses_denormals
@@ -100,7 +100,7 @@ class MegatronWorker:
         self.source_folders = checkpoint_folder(cfg.policy.model_name), tokenizer_folder
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         start_process_groups(rank, world_size, rendezvous, self.listener if rank == 0 else None)
-        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg, groups_experts(cfg.nemo_fp8rl))
+        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg, grouped_experts=on_gpu)
         if on_gpu:
             # Megatron requires a seed, although this model has no dropout
             model_parallel_cuda_manual_seed(cfg.grpo.seed)

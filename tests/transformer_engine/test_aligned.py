@@ -24,9 +24,13 @@ from tests.transformer_engine.test_worker import rank, step
 pytestmark = pytest.mark.transformer_engine
 
 
+def fake_product_of_other_bits(x, weight, pow2):
+    return x @ weight.t()
+
+
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def cfg(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "tiny"
+    folder = tmp_path_factory.mktemp(request.param) / "tiny"
     make_tiny(folder, "add", 0, request.param)
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
     with mock.patch.object(alignment, "has_gpu", lambda: True):
@@ -58,17 +62,36 @@ def test_transformer_engine_multiplies_where_its_bits_are_the_shared_ones(cfg, o
 
 
 def test_the_shared_product_stands_for_one_with_other_bits(cfg, on_cpu, monkeypatch):
-    monkeypatch.setattr(te_linears, "fp8_product", lambda x, weight, pow2: (x @ weight.t()).contiguous())
+    for name in ("fp8_product", "fp8_expert_product"):
+        monkeypatch.setattr(te_linears, name, fake_product_of_other_bits)
     kernels, logprobs, fingerprint, losses = results(cfg, gpu=True)
-    (kernel,) = kernels
-    assert kernel == "ops.fp8_linear (Transformer Engine has other bits in qkv, o, gate_up, down)"
+    reason = "(Transformer Engine has other bits in qkv, o, gate_up, down)"
+    assert (
+        kernels == {f"ops.fp8_linear {reason}", f"ops.experts {reason}"}
+        if "moe" in cfg.policy.model_name
+        else {f"ops.fp8_linear {reason}"}
+    )
     assert torch.equal(logprobs, on_cpu[1])
     assert fingerprint == on_cpu[2]
     assert losses[1] < losses[0]
 
 
 def test_fp8_weights_without_a_fallback_are_refused(cfg, monkeypatch):
-    monkeypatch.setattr(te_linears, "fp8_product", lambda x, weight, pow2: (x @ weight.t()).contiguous())
+    for name in ("fp8_product", "fp8_expert_product"):
+        monkeypatch.setattr(te_linears, name, fake_product_of_other_bits)
     held_in_fp8 = replace(cfg, nemo_fp8rl=replace(cfg.nemo_fp8rl, fp8_param=True))
     with pytest.raises(UserError, match=r"nemo_fp8rl\.fp8_param: .* in qkv, o, gate_up, down, .*fp8_param=false"):
         results(held_in_fp8, gpu=True)
+
+
+def test_experts_in_bfloat16_have_the_shared_values(cfg):
+    if "moe" not in cfg.policy.model_name:
+        pytest.skip("of a mixture alone")
+    in_bf16 = replace(cfg, nemo_fp8rl=replace(cfg.nemo_fp8rl, flow="bf16"))
+    kernels, logprobs, fingerprint, losses = results(in_bf16, gpu=True)
+    _, expected, expected_fingerprint, expected_losses = results(in_bf16, gpu=False)
+    assert not kernels
+    assert torch.equal(logprobs, expected)
+    assert fingerprint == expected_fingerprint
+    assert losses == pytest.approx(expected_losses, rel=1e-3)
+    assert losses[1] < losses[0]

@@ -148,6 +148,16 @@ def fp8_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
         return layer(F.pad(x, (0, 0, 0, missing)))[: len(x)]
 
 
+def fp8_expert_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
+    """Return x [M, K] @ weight [N, K]^T as an expert of `te_experts` multiplies, beside one without rows; both bf16."""
+    sizes = weight.size(1), weight.size(0)
+    layer = te.GroupedLinear(2, *sizes, bias=False, params_dtype=weight.dtype, device=weight.device)
+    layer.weight0.data.copy_(weight)
+    rows = F.pad(x, (0, 0, 0, -len(x) % FP8_TOKENS))
+    with torch.no_grad(), te.autocast(recipe=block_scaling("pow2" if pow2 else "fp32")):
+        return layer(rows, [len(rows), 0])[: len(x)]
+
+
 @functools.cache
 def te_linears(scale_format: ScaleFormat, fp8_param: bool = False) -> tuple[type, type]:
     """Return the column- and row-parallel layers that multiply in FP8.

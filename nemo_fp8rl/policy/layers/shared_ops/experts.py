@@ -7,6 +7,7 @@ order of the experts' numbers. All experts are on one rank.
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -24,14 +25,18 @@ class SharedMoELayer(MoELayer):
         weights, ids = self._choose(linear(x, self.router.weight))
         k, slots = ids.size(1), ids.flatten()
         by_expert = slots.argsort(stable=True)
-        counts = slots.bincount(minlength=len(self.experts.local_experts)).tolist()
-        outputs = [
-            expert(x[of_expert // k])[0]
-            for expert, of_expert in zip(self.experts.local_experts, by_expert.split(counts), strict=True)
-            if len(of_expert)
-        ]
-        y = x.new_zeros(len(slots), x.size(1)).index_copy(0, by_expert, torch.cat(outputs))
+        counts = slots.bincount(minlength=self.config.num_moe_experts).tolist()
+        outputs = self._run_experts(x[by_expert // k], counts)
+        y = x.new_zeros(len(slots), x.size(1)).index_copy(0, by_expert, outputs)
         return WeightedSum.apply(y, weights, ids).view_as(hidden_states), None
+
+    def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Return the outputs [rows, H] of rows [rows, H], which this rank's experts share in their order."""
+        if isinstance(self.experts, TEGroupedMLP):
+            weight_of_one = torch.ones(len(rows), device=rows.device)  # it weighs before the last product
+            return self.experts(rows, torch.tensor(counts), weight_of_one)[0]
+        shares = zip(self.experts.local_experts, rows.split(counts), strict=True)
+        return torch.cat([expert(share)[0] if len(share) else share for expert, share in shares])
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights, experts), both [tokens, k]; the experts are the engine's where the batch names them."""
