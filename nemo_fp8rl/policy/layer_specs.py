@@ -82,8 +82,15 @@ def layer_classes(alignment: Alignment, scale_format: ScaleFormat, unlike: Seque
         return LayerClasses(RMSNorm, get_bias_dropout_add, SdpaAttention, linears, fp8)
     if alignment == "vllm_cpu":
         linears, fp8 = bf16_linears(True), fp8_linears(scale_format, True)
-        moe = {"experts": AlignedExperts, "moe_layer": AlignedMoELayer}
-        return LayerClasses(AlignedRMSNorm, aligned_residual_add, AlignedAttention, linears, fp8, **moe)
+        return LayerClasses(
+            norm=AlignedRMSNorm,
+            residual_add=aligned_residual_add,
+            attention=AlignedAttention,
+            linears=linears,
+            fp8_linears=fp8,
+            experts=AlignedExperts,
+            moe_layer=AlignedMoELayer,
+        )
     from nemo_fp8rl.policy.layers.shared_ops import dense_layers as shared
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
     from nemo_fp8rl.policy.layers.shared_ops.grouped_experts import shared_values
