@@ -43,7 +43,6 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
     refused = {
         f"{prefix}.kv_cache_dtype=fp8: attention on an FP8 KV cache": cfg.fp8_kv_cache,
         f"{prefix}.attention_backend={vllm.attention_backend}: attention by a backend of vLLM": vllm.attention_backend,
-        f"{of_engine}={engine_ranks}: a sum over more than two ranks": engine_ranks > 2,
         f"{of_trainer}={ranks} beside {of_engine}={engine_ranks}: a sum over other ranks": ranks != engine_ranks,
         f"policy.precision={cfg.policy.precision}: a model in float32": cfg.policy.precision == "float32",
         f"{prefix}.expert_parallel_size={vllm.expert_parallel_size}: a sum over ranks of experts": (

@@ -141,7 +141,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the spec of the rank's decoder layers for this precision and alignment."""
     scale_format = choice.scale_format
-    classes = layer_classes(choose_alignment(choice), scale_format)
+    alignment = choose_alignment(choice)
+    classes, rank_order = layer_classes(alignment, scale_format), alignment == "shared_ops"
     attention = make_attention_class(classes.attention, rope, kv_cache)
 
     def linear(name: str, row: bool) -> type:
@@ -151,7 +152,9 @@ def block_spec(
         expert_format = scale_format if in_fp8 else None
         te = transformer_engine_linears(expert_format)
         fp8_param = in_fp8 and choice.fp8_param
-        return (te.te_experts(expert_format, fp8_param) if is_grouped else te.te_linears(scale_format, fp8_param))[row]
+        if is_grouped:
+            return te.te_experts(expert_format, fp8_param)[row]
+        return te.te_linears(scale_format, fp8_param, rank_order)[row]
 
     layers = [_layer_spec(layout, i, classes, attention, linear) for i in layout.layers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=classes.norm)
