@@ -21,6 +21,7 @@ from tests.conftest import RECIPES, SMALL
 from tests.gpu_engine.test_aligned_trainer import make_batch
 from tests.policy.ranks import Ranks
 
+
 def interpret_kernels() -> None:
     """In a rank's process, before it imports kernels."""
     from tests.interpreted_triton import interpret
