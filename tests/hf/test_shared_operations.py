@@ -18,8 +18,8 @@ EXPERTS = ("qwen3_moe", (*RANKS, *TP2, EP2, ETP1, f"{TRAINER}expert_model_parall
 @pytest.fixture
 def load(recipe, tmp_path):
     def load(family, keys):
-        write_model(tmp_path / "model", family=family)
-        cfg = recipe(f"policy.model_name={tmp_path}/model", *keys)
+        write_model(tmp_path / family, family=family)
+        cfg = recipe(f"policy.model_name={tmp_path}/{family}", *keys)
         return read_hf_config(cfg.policy.model_name), cfg
 
     return load
