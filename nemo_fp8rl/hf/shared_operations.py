@@ -20,6 +20,7 @@ class Shapes:
     fp8_matrices:  names of those that multiply in FP8, in order
     pow2:          the scales of FP8 blocks are powers of two
     experts:       number of experts; gate_up and down are then an expert's
+    ranks:         number of ranks that share a row-parallel matrix
     """
 
     hidden_size: int
@@ -33,28 +34,47 @@ class Shapes:
     pow2: bool
     experts: int = 0
     experts_per_token: int = 0
+    ranks: int = 1
 
 
 def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
-    """Raise UserError, with operation and key, for a recipe that the shared operations do not cover."""
+    """Raise UserError, with operation, key and fix, for a recipe that the shared operations do not cover."""
     vllm, megatron, prefix = cfg.policy.generation.vllm_cfg, cfg.policy.megatron_cfg, "policy.generation.vllm_cfg"
     engine_ranks, ranks = vllm.tensor_parallel_size, megatron.tensor_model_parallel_size
     of_engine, of_trainer = f"{prefix}.tensor_parallel_size", "policy.megatron_cfg.tensor_model_parallel_size"
-    refused = {
-        f"{prefix}.kv_cache_dtype=fp8: attention on an FP8 KV cache": cfg.fp8_kv_cache,
-        f"{prefix}.attention_backend={vllm.attention_backend}: attention by a backend of vLLM": vllm.attention_backend,
-        f"{of_engine}={engine_ranks}: a sum over more than two ranks": engine_ranks > 2,
-        f"{of_trainer}={ranks} beside {of_engine}={engine_ranks}: a sum over other ranks": ranks != engine_ranks,
-        f"policy.precision={cfg.policy.precision}: a model in float32": cfg.policy.precision == "float32",
-        f"{prefix}.expert_parallel_size={vllm.expert_parallel_size}: a sum over ranks of experts": (
-            vllm.expert_parallel_size > 1
+    sharing = "policy.megatron_cfg.expert_tensor_parallel_size"
+    other = "nemo_fp8rl.align=none"
+    refused = [
+        (cfg.fp8_kv_cache, f"{prefix}.kv_cache_dtype=fp8: attention on an FP8 KV cache", other),
+        (
+            vllm.attention_backend,
+            f"{prefix}.attention_backend={vllm.attention_backend}: attention by a backend of vLLM",
+            other,
         ),
-        f"policy.megatron_cfg.expert_model_parallel_size={megatron.expert_model_parallel_size}: a sum over ranks of "
-        "experts": megatron.expert_model_parallel_size > 1,
-        f"{of_trainer}={ranks}: a mixture of experts on several ranks": hf.family.experts and ranks > 1,
-    }
-    if reasons := [reason for reason, applies in refused.items() if applies]:
-        raise UserError(f"nemo_fp8rl.align=vllm: {reasons[0]} is not aligned on a GPU; set nemo_fp8rl.align=none")
+        (
+            ranks != engine_ranks,
+            f"{of_trainer}={ranks} beside {of_engine}={engine_ranks}: a sum over other ranks",
+            f"both to one size, or {other}",
+        ),
+        (
+            cfg.policy.precision == "float32",
+            f"policy.precision={cfg.policy.precision}: a model in float32",
+            other,
+        ),
+        (
+            hf.family.experts and engine_ranks > 1 and vllm.expert_parallel_size == 1,
+            f"{of_engine}={engine_ranks}: a sum over ranks that share each expert",
+            f"{prefix}.expert_parallel_size={engine_ranks}",
+        ),
+        (
+            hf.family.experts and megatron.expert_tensor_parallel_size > 1,
+            f"{sharing}={megatron.expert_tensor_parallel_size}: a sum over ranks that share each expert",
+            f"{sharing}=1",
+        ),
+    ]
+    for applies, reason, fix in refused:
+        if applies:
+            raise UserError(f"nemo_fp8rl.align=vllm: {reason} is not aligned on a GPU; set {fix}")
 
 
 def differing_operations(trainer: Iterable[tuple[str, str]], engines: Iterable[tuple[str, str]]) -> list[str]:
@@ -73,7 +93,8 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
     """
     ranks = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     heads, groups = hf.num_attention_heads // ranks, max(1, hf.num_key_value_heads // ranks)
-    h, q, kv, width = hf.hidden_size, heads * hf.head_dim, groups * hf.head_dim, hf.intermediate_size // ranks
+    h, q, kv = hf.hidden_size, heads * hf.head_dim, groups * hf.head_dim
+    width = hf.intermediate_size // (1 if hf.family.experts else ranks)  # ranks do not share an expert
     fp8 = engine_fp8_layers(hf, cfg)
     layers = range(hf.num_hidden_layers)
     mlp = "mlp.experts." if hf.family.experts else "mlp."
@@ -99,4 +120,5 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
         pow2=cfg.nemo_fp8rl.scale_format == "pow2",
         experts=hf.num_experts,
         experts_per_token=hf.num_experts_per_tok,
+        ranks=ranks,
     )

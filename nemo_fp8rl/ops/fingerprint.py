@@ -19,6 +19,7 @@ from nemo_fp8rl.ops.experts import choose_experts, combine
 from nemo_fp8rl.ops.log_softmax import log_softmax
 from nemo_fp8rl.ops.matmul import fp8_linear, linear
 from nemo_fp8rl.ops.norm import add_rms_norm, rms_norm
+from nemo_fp8rl.ops.rank_sum import UNORDERED_RANKS, sum_in_rank_order
 from nemo_fp8rl.ops.rope import rotate
 
 Fingerprint = frozenset[tuple[str, str]]
@@ -103,6 +104,9 @@ def _digests(
             yield f"FP8 product {name} [{n}, {k}]", [product(inputs[:m], matrix, shapes.pow2) for m in fitting]
         else:
             yield f"product {name} [{n}, {k}]", [linear(inputs[:m], matrix) for m in fitting]
+    if shapes.ranks > UNORDERED_RANKS:
+        parts = _values((shapes.ranks, most, h), device, 15)
+        yield f"sum over {shapes.ranks} ranks [{h}]", [sum_in_rank_order(parts[:, :m]) for m in rows]
     if shapes.experts:
         yield from _expert_outputs(shapes, rows, device)
     yield f"attention [{shapes.heads}, {shapes.groups}, {d}]", list(_attention_outputs(shapes, device))

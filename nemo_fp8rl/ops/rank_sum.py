@@ -1,4 +1,7 @@
-"""The sum of ranks' parts in rank order: float32, with one rounding."""
+"""The sum of ranks' parts in rank order: float32, with one rounding.
+
+Two parts need no order: their sum is rounded once by every collective. Nor do parts of which all but one are zero.
+"""
 
 import torch
 import triton
@@ -6,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+UNORDERED_RANKS = 2
+"""The largest number of ranks whose sum has the same bits in every order."""
 
 
 @triton.jit

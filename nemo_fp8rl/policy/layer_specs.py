@@ -184,7 +184,8 @@ def block_spec(
     Raises:  UserError where only Transformer Engine has a layer that the recipe asks for
     """
     scale_format = choice.scale_format
-    classes = layer_classes(choose_alignment(choice), scale_format, unlike)
+    alignment = choose_alignment(choice)
+    classes, rank_order = layer_classes(alignment, scale_format, unlike), alignment == "shared_ops"
     attention = make_attention_class(classes.attention, rope, kv_cache)
     if unlike and choice.fp8_param:
         raise UserError(
@@ -199,7 +200,7 @@ def block_spec(
             return grouped(in_fp8)[row]
         if unlike or not (torch.cuda.is_available() and in_fp8):
             return (classes.fp8_linears if in_fp8 else classes.linears)[row]
-        return transformer_engine_linears(scale_format).te_linears(scale_format, choice.fp8_param)[row]
+        return transformer_engine_linears(scale_format).te_linears(scale_format, choice.fp8_param, rank_order)[row]
 
     def grouped(in_fp8: bool) -> tuple[type, type]:
         expert_format = scale_format if in_fp8 else None

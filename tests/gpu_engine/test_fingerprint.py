@@ -29,6 +29,7 @@ SHAPES = Shapes(
     matrices={"down": (128, 128), "head": (40, 128)},
     fp8_matrices=("down",),
     pow2=True,
+    ranks=4,
 )
 NAMES = {
     "rms_norm": ["norm of heads [32]", "norm of states [128]"],
@@ -38,6 +39,7 @@ NAMES = {
     "linear": ["product head [40, 128]"],
     "fp8_linear": ["FP8 product down [128, 128]"],
     "attention": ["attention [4, 2, 32]"],
+    "sum_in_rank_order": ["sum over 4 ranks [128]"],
     "log_softmax": ["log-softmax"],
 }
 CPU = torch.device("cpu")

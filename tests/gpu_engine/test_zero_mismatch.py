@@ -24,7 +24,8 @@ def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(family) / "tiny"
     make_tiny(folder, "add", 0, family)
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
-    keys = (f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm")
+    replays = f"policy.router_replay.enabled={str(family == 'qwen3_moe').lower()}"
+    keys = (f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm", replays)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(alignment, "has_gpu", lambda: True)
         pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *keys]))
@@ -57,6 +58,9 @@ def test_every_token_has_the_engines_log_prob_before_and_after_refits(pair):
     pair.refit()
     batch = pair.samples(SAMPLING)
     check(pair, batch)
+    if pair.worker.hf.family.experts:
+        assert batch.routed_experts is not None
+        check(pair, replace(batch, routed_experts=None))
     pipeline = pair.worker.pipeline
     packing = replace(pipeline.policy.sequence_packing, enabled=True)
     pipeline.policy, policy = replace(pipeline.policy, sequence_packing=packing), pipeline.policy

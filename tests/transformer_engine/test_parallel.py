@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -52,6 +53,24 @@ def _pose_as_gpu(rank: int, rendezvous: tuple[str, int]) -> None:
     fakes.enter_context(fake_hopper())
 
 
+def _pose_as_gpu_that_sums_in_rank_order(rank: int, rendezvous: tuple[str, int]) -> None:
+    """Two ranks sum in rank order, too, although they need not; their sums have the bits of a collective's."""
+    _pose_as_gpu(rank, rendezvous)
+    from nemo_fp8rl.policy.layers import te_linears
+    from nemo_fp8rl.policy.layers.shared_ops import rank_sum
+
+    linears = te_linears.te_linears
+    te_linears.te_linears = lambda scale_format, fp8_param, rank_order: linears(scale_format, fp8_param, True)
+    rank_sum.UNORDERED_RANKS = 1
+    rank_sum.sum_over_ranks = mock.Mock(wraps=rank_sum.sum_over_ranks)
+
+
+def _ordered_sums() -> int:
+    from nemo_fp8rl.policy.layers.shared_ops import rank_sum
+
+    return rank_sum.sum_over_ranks.call_count
+
+
 def _fp8_gathers() -> int:
     return FakeKernels.fp8_gathers
 
@@ -68,7 +87,11 @@ QWEN3, MOE = {"family": "qwen3"}, {"family": "qwen3_moe"}
 
 @pytest.fixture
 def assert_alike(recipe, tmp_path, emulated, gpus):
-    """Assert that two ranks of each kind compute the same of a batch, with these sizes and keys."""
+    return make_check(recipe, tmp_path, emulated, gpus)
+
+
+def make_check(recipe, tmp_path, emulated: Ranks, gpus: Ranks):
+    """Return a function that asserts that two ranks of each kind compute the same, with these sizes and keys."""
 
     def check(batch: RolloutBatch, sizes: dict[str, Any], layout: tuple[str, ...], packed: str = "false") -> None:
         write_model(tmp_path / "model", seed=3, **sizes)
@@ -122,6 +145,18 @@ def test_ranks_with_whole_blocks_of_tokens_gather_them_in_fp8(assert_alike, gpus
     before = gpus.run(_fp8_gathers, [()] * 2)
     assert_alike(whole, sizes, SP)
     assert all(now > then for now, then in zip(gpus.run(_fp8_gathers, [()] * 2), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"), [(QWEN2, TP), (QWEN3, SP), (MOE, ETP1)], ids=["qwen2-tp", "qwen3-sp", "moe-sp-ep"]
+)
+def test_row_parallel_layers_leave_the_sum_to_us(recipe, tmp_path, emulated, sizes, layout):
+    pool = Ranks(2, [install] * 2, _pose_as_gpu_that_sums_in_rank_order)
+    try:
+        make_check(recipe, tmp_path, emulated, pool)(batch(0), sizes, layout)
+        assert all(pool.run(_ordered_sums, [()] * 2))
+    finally:
+        pool.close()
 
 
 class Trained(NamedTuple):

@@ -159,12 +159,19 @@ def fp8_expert_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
 
 
 @functools.cache
-def te_linears(scale_format: ScaleFormat, fp8_param: bool = False) -> tuple[type, type]:
+def te_linears(scale_format: ScaleFormat, fp8_param: bool = False, rank_order: bool = False) -> tuple[type, type]:
     """Return the column- and row-parallel layers that multiply in FP8.
 
-    fp8_param:  True keeps their weights only in FP8
+    fp8_param:   True keeps their weights only in FP8
+    rank_order:  True sums over ranks as an aligned engine (`shared_ops.rank_sum`)
     """
-    return _mix_classes(TransformerEngineFp8, scale_format, fp8_param, TEColumnParallelLinear, TERowParallelLinear)
+    column, row = TEColumnParallelLinear, TERowParallelLinear
+    column, row = _mix_classes(TransformerEngineFp8, scale_format, fp8_param, column, row)
+    if not rank_order:
+        return column, row
+    from nemo_fp8rl.policy.layers.shared_ops.rank_sum import TransformerEngineRankOrderSum
+
+    return column, type(row.__name__, (TransformerEngineRankOrderSum, row), {})
 
 
 @functools.cache

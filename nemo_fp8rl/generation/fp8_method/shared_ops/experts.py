@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from nemo_fp8rl.fp8 import quantize_blockwise
@@ -17,13 +18,17 @@ KERNEL_NAME = "nemo_fp8rl.ops.experts (Triton)"
 
 
 def _multiply(layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, scales: Any, pow2: bool) -> Tensor:
-    """Return the sum over experts, [tokens, H]; an expert of another rank adds zero.
+    """Return the sum over the experts of all ranks, [tokens, H], in their order.
 
+    With expert parallelism every rank has all tokens, and zeros for the outputs of other ranks' experts. So the sum of
+    these outputs over ranks is exact in any order.
     scales:  of w13 and w2, or (None, None)
     """
     tiles = tiles_of_experts(topk_ids, layer.global_num_experts, layer.expert_map)
     gate_up = experts_linear(x, layer.w13_weight, scales[0], tiles, topk_ids.size(1), pow2)
     y = experts_linear(silu_mul(gate_up), layer.w2_weight, scales[1], tiles, 1, pow2)
+    if layer.expert_map is not None:
+        y = tensor_model_parallel_all_reduce(y)
     return combine(y, topk_weights, topk_ids)
 
 
@@ -50,18 +55,28 @@ class SharedMoEMethod(PlainMoEMethod):
 
 
 class SharedMoERunner(MoERunner):
-    """vLLM's layer of experts, whose router chooses by `choose_experts` in an aligned engine."""
+    """vLLM's layer of experts, whose router chooses by `choose_experts` in an aligned engine.
+
+    The experts' method has summed over ranks, so vLLM must not.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not is_aligned_engine():
+        self.is_aligned = is_aligned_engine()
+        if not self.is_aligned:
             return
         router: Any = self.router
         if router.scoring_func != "softmax" or getattr(router, "e_score_correction_bias", None) is not None:
             raise ValueError("nemo_fp8rl.align=vllm: the model chooses experts by more than a softmax; set align=none")
+        if self.moe_config.tp_size > 1:
+            raise ValueError("nemo_fp8rl.align=vllm: ranks share each expert; set enable_expert_parallel=True")
 
         def choose(hidden: Tensor, logits: Tensor, indices_type: Any, **_: Any) -> tuple[Tensor, Tensor]:
             weights, ids = choose_experts(logits, router.top_k, router.renormalize)
             return weights, ids if indices_type is None else ids.to(indices_type)
 
         router._compute_routing = choose
+
+    @property
+    def _fused_output_is_reduced(self) -> bool:
+        return self.is_aligned or super()._fused_output_is_reduced

@@ -5,6 +5,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from nemo_fp8rl.generation.fp8_method.shared_ops.experts import SharedMoERunner
 from nemo_fp8rl.generation.fp8_method.shared_ops.layers import LAYERS
+from nemo_fp8rl.generation.fp8_method.shared_ops.row_parallel import SharedRowParallelLinear
 
 ATTENTION = "nemo_fp8rl.generation.fp8_method.shared_ops.attention.SharedAttentionBackend"
 
@@ -14,7 +15,8 @@ def register_shared_operations() -> None:
 
     vLLM keeps one class for each name. Raises ValueError where another plugin has taken the name of one of ours.
     """
-    for name, layer_class in {**LAYERS, "MoERunner": SharedMoERunner}.items():
+    classes = {**LAYERS, "MoERunner": SharedMoERunner, "RowParallelLinear": SharedRowParallelLinear}
+    for name, layer_class in classes.items():
         registered = op_registry_oot.get(name)
         if registered is None:
             CustomOp.register_oot(layer_class, name=name)

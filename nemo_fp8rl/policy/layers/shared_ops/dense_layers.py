@@ -23,6 +23,7 @@ from nemo_fp8rl.ops.rope import rotate
 from nemo_fp8rl.policy.layers.aligned_layers import norm_weight
 from nemo_fp8rl.policy.layers.attention import CoreAttention
 from nemo_fp8rl.policy.layers.linears import CustomMatmul, Fp8MatmulLayer
+from nemo_fp8rl.policy.layers.shared_ops.rank_sum import RankOrderSum
 
 
 class SharedRMSNorm(torch.nn.Module):
@@ -142,7 +143,7 @@ class SharedColumnParallelLinear(SharedMatmul, ColumnParallelLinear):
     pass
 
 
-class SharedRowParallelLinear(SharedMatmul, RowParallelLinear):
+class SharedRowParallelLinear(RankOrderSum, SharedMatmul, RowParallelLinear):
     pass
 
 
@@ -161,5 +162,5 @@ def fp8_linears(scale_format: ScaleFormat, unlike: tuple[str, ...] = ()) -> tupl
     attributes = {"scale_format": scale_format, "kernel_name": SharedFp8Matmul.kernel_name + reason}
     return (
         type("SharedFp8ColumnParallelLinear", (SharedFp8Matmul, ColumnParallelLinear), attributes),
-        type("SharedFp8RowParallelLinear", (SharedFp8Matmul, RowParallelLinear), attributes),
+        type("SharedFp8RowParallelLinear", (RankOrderSum, SharedFp8Matmul, RowParallelLinear), attributes),
     )

@@ -1,12 +1,15 @@
 """A mixture of experts in the trainer, by the operations that an aligned engine on a GPU computes with.
 
 Megatron weighs an expert's input to its last product; here, as in the engine, the outputs are weighed and summed in the
-order of the experts' numbers. All experts are on one rank.
+order of the experts' numbers. With expert parallelism the rows travel to their experts' ranks, and the outputs back to
+the ranks of their tokens, where they are summed. Ranks do not share the matrices of an expert.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
@@ -23,11 +26,14 @@ class SharedMoELayer(MoELayer):
         """Return (the sum of the experts' outputs, None for a bias); hidden_states [T, B, H]."""
         x = hidden_states.flatten(0, -2)
         weights, ids = self._choose(linear(x, self.router.weight))
-        k, slots = ids.size(1), ids.flatten()
+        slots = ids.flatten()
         by_expert = slots.argsort(stable=True)
-        counts = slots.bincount(minlength=self.config.num_moe_experts).tolist()
-        outputs = self._run_experts(x[by_expert // k], counts)
-        y = x.new_zeros(len(slots), x.size(1)).index_copy(0, by_expert, outputs)
+        rows, counts = x[by_expert // ids.size(1)], slots.bincount(minlength=self.config.num_moe_experts)
+        if self.ep_group.size() > 1:
+            outputs = self._on_ranks_of_experts(rows, counts)
+        else:
+            outputs = self._run_experts(rows, counts.tolist())
+        y = x.new_zeros(rows.shape).index_copy(0, by_expert, outputs)
         return WeightedSum.apply(y, weights, ids).view_as(hidden_states), None
 
     def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
@@ -37,6 +43,21 @@ class SharedMoELayer(MoELayer):
             return self.experts(rows, torch.tensor(counts), weight_of_one)[0]
         shares = zip(self.experts.local_experts, rows.split(counts), strict=True)
         return torch.cat([expert(share)[0] if len(share) else share for expert, share in shares])
+
+    def _on_ranks_of_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Send rows [rows, H], sorted by expert, to the ranks of their experts; return the outputs that come back.
+
+        counts:  int64 [experts], this rank's rows of each expert
+        """
+        of_ranks = torch.empty_like(counts)
+        dist.all_to_all_single(of_ranks, counts, group=self.ep_group)
+        ranks = self.ep_group.size()
+        sent, received = (t.view(ranks, -1).sum(1).tolist() for t in (counts, of_ranks))
+        expert = torch.arange(self.num_local_experts, device=rows.device).repeat(ranks).repeat_interleave(of_ranks)
+        by_expert = expert.argsort(stable=True)  # they come by rank, and of each rank by expert
+        arrived = all_to_all(self.ep_group, rows, received, sent)[by_expert]
+        outputs = self._run_experts(arrived, of_ranks.view(ranks, -1).sum(0).tolist())
+        return all_to_all(self.ep_group, outputs[by_expert.argsort()], sent, received)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights, experts), both [tokens, k]; the experts are the engine's where the batch names them."""
