@@ -81,13 +81,14 @@ def layer_classes(alignment: Alignment, scale_format: ScaleFormat) -> LayerClass
         moe = {"experts": AlignedExperts, "moe_layer": AlignedMoELayer}
         return LayerClasses(AlignedRMSNorm, aligned_residual_add, AlignedAttention, linears, fp8, **moe)
     from nemo_fp8rl.policy.layers.shared_ops import dense_layers as shared
+    from nemo_fp8rl.policy.layers.shared_ops.attention import SharedAttention
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
 
     linears, fp8 = shared.linears(), shared.fp8_linears(scale_format)
     return LayerClasses(
         norm=shared.SharedRMSNorm,
         residual_add=get_bias_dropout_add,
-        attention=shared.SharedAttention,
+        attention=SharedAttention,
         linears=linears,
         fp8_linears=fp8,
         activation=shared.SharedSiluMul,
