@@ -24,14 +24,15 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
     cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
     eager, backend = vllm_cfg.enforce_eager, vllm_cfg.attention_backend and vllm_cfg.attention_backend.upper()
+    fp8_layers, is_aligned = engine_fp8_layers(hf, cfg), choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
+    if torch.cuda.is_available() and is_aligned:
+        backend = "CUSTOM"  # as generation/fp8_method/shared_ops registers it
     if eager is None:
         eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales(backend))
     overrides: dict[str, Any] = {"architectures": [hf.family.architecture]}  # vLLM goes by it, and it may be left out
-    fp8_layers, is_aligned = engine_fp8_layers(hf, cfg), choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
     if fp8_layers or is_aligned:
         overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers, is_aligned)
     if torch.cuda.is_available():
-        backend = "CUSTOM" if is_aligned else backend  # as generation/fp8_method/shared_ops registers it
         device_arguments: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
     else:
         cache_gib = cache_gib or max(1.0, one_sequence_gib(hf, cfg))

@@ -20,6 +20,7 @@ class Shapes:
     fp8_matrices:  names of those that multiply in FP8, in order
     pow2:          the scales of FP8 blocks are powers of two
     experts:       number of experts; gate_up and down are then an expert's
+    fp8_cache:     attention of both sides reads keys and values from an FP8 KV cache
     """
 
     hidden_size: int
@@ -33,6 +34,7 @@ class Shapes:
     pow2: bool
     experts: int = 0
     experts_per_token: int = 0
+    fp8_cache: bool = False
 
 
 def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
@@ -41,7 +43,6 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
     engine_ranks, ranks = vllm.tensor_parallel_size, megatron.tensor_model_parallel_size
     of_engine, of_trainer = f"{prefix}.tensor_parallel_size", "policy.megatron_cfg.tensor_model_parallel_size"
     refused = {
-        f"{prefix}.kv_cache_dtype=fp8: attention on an FP8 KV cache": cfg.fp8_kv_cache,
         f"{prefix}.attention_backend={vllm.attention_backend}: attention by a backend of vLLM": vllm.attention_backend,
         f"{of_engine}={engine_ranks}: a sum over more than two ranks": engine_ranks > 2,
         f"{of_trainer}={ranks} beside {of_engine}={engine_ranks}: a sum over other ranks": ranks != engine_ranks,
@@ -99,4 +100,5 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
         pow2=cfg.nemo_fp8rl.scale_format == "pow2",
         experts=hf.num_experts,
         experts_per_token=hf.num_experts_per_tok,
+        fp8_cache=cfg.fp8_kv_cache and cfg.nemo_fp8rl.kv == "unified",
     )

@@ -16,6 +16,7 @@ from nemo_fp8rl.hf.shared_operations import Shapes
 from nemo_fp8rl.ops.activation import silu_mul
 from nemo_fp8rl.ops.attention import attention
 from nemo_fp8rl.ops.experts import choose_experts, combine
+from nemo_fp8rl.ops.kv_pages import write_pages
 from nemo_fp8rl.ops.log_softmax import log_softmax
 from nemo_fp8rl.ops.matmul import fp8_linear, linear
 from nemo_fp8rl.ops.norm import add_rms_norm, rms_norm
@@ -32,6 +33,8 @@ OF_EXPERTS = ("gate_up", "down")
 """Matrices that are an expert's in a mixture of experts."""
 LENGTH = 70
 """Keys of the longest sequence in attention: more than a block of them."""
+CACHE_SCALES = (2.0**-8, 2.0**-5)
+"""Of keys, some of which become the largest code, and of values."""
 
 
 def shared_fp8_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
@@ -85,7 +88,8 @@ def _digests(
             yield f"product {name} [{n}, {k}]", [linear(inputs[:m], matrix) for m in fitting]
     if shapes.experts:
         yield from _expert_outputs(shapes, rows, device)
-    yield f"attention [{shapes.heads}, {shapes.groups}, {d}]", list(_attention_outputs(shapes, device))
+    pages = "E4M3 pages " if shapes.fp8_cache else ""
+    yield f"attention {pages}[{shapes.heads}, {shapes.groups}, {d}]", list(_attention_outputs(shapes, device))
     logits = _values((7, shapes.matrices["head"][0]), device, 9).float() * 8
     yield "log-softmax", [log_softmax(logits[:m]) for m in (1, 7)]
 
@@ -106,11 +110,19 @@ def _attention_outputs(shapes: Shapes, device: torch.device) -> Iterator[Tensor]
     keys, values = (_values((2 * LENGTH, 1, shapes.groups, shapes.head_dim), device, seed) for seed in (10, 11))
     q = _values((2 * LENGTH, shapes.heads, shapes.head_dim), device, 12)
     pages = torch.arange(2 * LENGTH, dtype=torch.int32, device=device).view(2, LENGTH)
-    scale = shapes.head_dim**-0.5
+    scale, cache_scales = shapes.head_dim**-0.5, list[Tensor]()
+    if shapes.fp8_cache:
+        cache_scales = [torch.full((1,), x, device=device) for x in CACHE_SCALES]
+        key_codes, value_codes = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (keys, values))
+        pages_of_codes = key_codes, value_codes, torch.arange(2 * LENGTH, device=device)
+        write_pages(keys[:, 0], values[:, 0], *pages_of_codes, *cache_scales)
+        keys, values = key_codes, value_codes
+        yield from (keys, values)
 
     def attend(queries: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
         starts_tensor, lengths_tensor = (torch.tensor(t, dtype=torch.int32, device=device) for t in (starts, lengths))
-        return attention(queries, keys, values, pages[: len(lengths)], starts_tensor, lengths_tensor, scale)[0]
+        table = pages[: len(lengths)]
+        return attention(queries, keys, values, table, starts_tensor, lengths_tensor, scale, *cache_scales)[0]
 
     yield attend(q[:LENGTH], [0, LENGTH], [LENGTH])
     yield attend(q[LENGTH - 1 : LENGTH], [0, 1], [LENGTH])

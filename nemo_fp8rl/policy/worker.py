@@ -37,13 +37,12 @@ from nemo_fp8rl.hf.shared_operations import check_shared_operations, operation_s
 from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescription
 from nemo_fp8rl.policy.layer_specs import trainer_fingerprint, transformer_engine_linears
-from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.layers.kv_cache import make_kv_cache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, groups_experts, moe_dispatcher, transformer_config
 from nemo_fp8rl.policy.offload import Offload, copy_to_host
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, loses_denormals
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
@@ -104,7 +103,7 @@ class MegatronWorker:
         if on_gpu:
             # Megatron requires a seed, although this model has no dropout
             model_parallel_cuda_manual_seed(cfg.grpo.seed)
-        self.kv_cache = self._build_kv_cache()
+        self.kv_cache = make_kv_cache(self.hf.num_hidden_layers, cfg)
         alignment = choose_alignment(cfg.nemo_fp8rl)
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
@@ -372,12 +371,6 @@ class MegatronWorker:
         if "refit" in self.__dict__:
             self.refit.close()
         destroy_process_groups()
-
-    def _build_kv_cache(self) -> TrainerKvCache | None:
-        if not self.cfg.fp8_kv_cache:
-            return None
-        rounding = cache_rounding() if self.cfg.nemo_fp8rl.kv == "unified" else None
-        return TrainerKvCache(self.hf.num_hidden_layers, rounding, loses_denormals(DTYPES[self.cfg.policy.precision]))
 
 
 def _check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
