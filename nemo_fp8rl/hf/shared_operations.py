@@ -10,6 +10,8 @@ from nemo_fp8rl.hf.model_config import HfConfig
 
 OF_LAYER = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "gate_up": "gate_proj", "down": "down_proj"}
 """Kind of matrix -> the HF name, in a layer, by which `Fp8Layers` decides."""
+FLASH_ATTENTION, FLASH_ATTENTION_HEAD = "FLASH_ATTN", 128
+"""The name of vLLM's backend, and the size of the heads that are aligned with it."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Shapes:
     pow2:          the scales of FP8 blocks are powers of two
     experts:       number of experts; gate_up and down are then an expert's
     fp8_cache:     attention of both sides reads keys and values from an FP8 KV cache
+    flash_attention_3:  attention of both sides is FlashAttention 3 with one split
     """
 
     hidden_size: int
@@ -35,6 +38,12 @@ class Shapes:
     experts: int = 0
     experts_per_token: int = 0
     fp8_cache: bool = False
+    flash_attention_3: bool = False
+
+
+def chooses_flash_attention_3(cfg: Config) -> bool:
+    """True where a recipe that is aligned by shared operations takes attention from FlashAttention 3."""
+    return (cfg.policy.generation.vllm_cfg.attention_backend or "").upper() == FLASH_ATTENTION
 
 
 def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
@@ -43,7 +52,9 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
     engine_ranks, ranks = vllm.tensor_parallel_size, megatron.tensor_model_parallel_size
     of_engine, of_trainer = f"{prefix}.tensor_parallel_size", "policy.megatron_cfg.tensor_model_parallel_size"
     refused = {
-        f"{prefix}.attention_backend={vllm.attention_backend}: attention by a backend of vLLM": vllm.attention_backend,
+        f"{prefix}.attention_backend={vllm.attention_backend}: attention by a backend of vLLM": (
+            vllm.attention_backend and not chooses_flash_attention_3(cfg)
+        ),
         f"{of_engine}={engine_ranks}: a sum over more than two ranks": engine_ranks > 2,
         f"{of_trainer}={ranks} beside {of_engine}={engine_ranks}: a sum over other ranks": ranks != engine_ranks,
         f"policy.precision={cfg.policy.precision}: a model in float32": cfg.policy.precision == "float32",
@@ -56,6 +67,18 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
     }
     if reasons := [reason for reason, applies in refused.items() if applies]:
         raise UserError(f"nemo_fp8rl.align=vllm: {reasons[0]} is not aligned on a GPU; set nemo_fp8rl.align=none")
+    of_flash_attention = {
+        f"its tiles depend on the batch for heads of {hf.head_dim} values, and do not for heads of "
+        f"{FLASH_ATTENTION_HEAD}": hf.head_dim != FLASH_ATTENTION_HEAD,
+        f"with {prefix}.kv_cache_dtype=fp8 it multiplies queries and probabilities in FP8 as well, which the trainer "
+        "does not": cfg.fp8_kv_cache,
+    }
+    reasons = [reason for reason, applies in of_flash_attention.items() if applies]
+    if reasons and chooses_flash_attention_3(cfg):
+        raise UserError(
+            f"nemo_fp8rl.align=vllm: FlashAttention 3 ({prefix}.attention_backend={vllm.attention_backend}) is not "
+            f"aligned here, because {reasons[0]}; leave attention_backend out, and both sides take their shared kernel"
+        )
 
 
 def differing_operations(trainer: Iterable[tuple[str, str]], engines: Iterable[tuple[str, str]]) -> list[str]:
@@ -101,4 +124,5 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
         experts=hf.num_experts,
         experts_per_token=hf.num_experts_per_tok,
         fp8_cache=cfg.fp8_kv_cache and cfg.nemo_fp8rl.kv == "unified",
+        flash_attention_3=chooses_flash_attention_3(cfg),
     )

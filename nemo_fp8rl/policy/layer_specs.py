@@ -71,8 +71,11 @@ class LayerClasses:
     moe_layer: type = MoELayer
 
 
-def layer_classes(alignment: Alignment, scale_format: ScaleFormat) -> LayerClasses:
-    """Return the layers that round as this alignment says."""
+def layer_classes(alignment: Alignment, scale_format: ScaleFormat, flash_attention_3: bool = False) -> LayerClasses:
+    """Return the layers that round as this alignment says.
+
+    flash_attention_3:  with shared operations, take attention from FlashAttention 3
+    """
     if alignment == "none":
         linears, fp8 = bf16_linears(False), fp8_linears(scale_format, False)
         return LayerClasses(RMSNorm, get_bias_dropout_add, SdpaAttention, linears, fp8)
@@ -81,14 +84,14 @@ def layer_classes(alignment: Alignment, scale_format: ScaleFormat) -> LayerClass
         moe = {"experts": AlignedExperts, "moe_layer": AlignedMoELayer}
         return LayerClasses(AlignedRMSNorm, aligned_residual_add, AlignedAttention, linears, fp8, **moe)
     from nemo_fp8rl.policy.layers.shared_ops import dense_layers as shared
-    from nemo_fp8rl.policy.layers.shared_ops.attention import SharedAttention
+    from nemo_fp8rl.policy.layers.shared_ops.attention import FlashAttention, SharedAttention
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
 
     linears, fp8 = shared.linears(), shared.fp8_linears(scale_format)
     return LayerClasses(
         norm=shared.SharedRMSNorm,
         residual_add=get_bias_dropout_add,
-        attention=SharedAttention,
+        attention=FlashAttention if flash_attention_3 else SharedAttention,
         linears=linears,
         fp8_linears=fp8,
         activation=shared.SharedSiluMul,
@@ -127,22 +130,30 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
 def trainer_fingerprint(shapes: Shapes, device: torch.device) -> frozenset[tuple[str, str]]:
     """Return the digests of the operations that the trainer shares with engines (`ops.fingerprint`).
 
-    On a GPU its FP8 product is Transformer Engine's. Raises UserError where there is none.
+    On a GPU its FP8 product is Transformer Engine's. Raises UserError where there is none, or no FlashAttention 3 that
+    the recipe chooses.
     """
     from nemo_fp8rl.ops.fingerprint import Functions, fingerprint
+    from nemo_fp8rl.ops.flash_attention import attention_without_pages
 
-    if device.type != "cuda" or not shapes.fp8_matrices:
-        return fingerprint(shapes, device)
-    te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
-    return fingerprint(shapes, device, Functions(te.fp8_product, te.fp8_product))
+    functions = Functions(attention=attention_without_pages if shapes.flash_attention_3 else None)
+    if device.type == "cuda" and shapes.fp8_matrices:
+        te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
+        functions = functions._replace(fp8_product=te.fp8_product, expert_product=te.fp8_product)
+    return fingerprint(shapes, device, functions)
 
 
 def block_spec(
-    layout: Layout, choice: Fp8RlConfig, fp8_layers: Fp8Layers, rope: Rope, kv_cache: TrainerKvCache | None
+    layout: Layout,
+    choice: Fp8RlConfig,
+    fp8_layers: Fp8Layers,
+    rope: Rope,
+    kv_cache: TrainerKvCache | None,
+    flash_attention_3: bool,
 ) -> TransformerBlockSubmodules:
     """Return the spec of the rank's decoder layers for this precision and alignment."""
     scale_format = choice.scale_format
-    classes = layer_classes(choose_alignment(choice), scale_format)
+    classes = layer_classes(choose_alignment(choice), scale_format, flash_attention_3)
     attention = make_attention_class(classes.attention, rope, kv_cache)
 
     def linear(name: str, row: bool) -> type:

@@ -105,7 +105,7 @@ def test_an_expert_is_fingerprinted_by_the_kernel_for_experts():
 
 
 def test_attention_on_an_fp8_cache_covers_codes_and_their_reading(expected, monkeypatch):
-    shapes, name = replace(SHAPES, fp8_cache=True), "attention E4M3 pages [4, 2, 32]"
+    shapes, name = replace(SHAPES, fp8_cache=True), "attention on E4M3 [4, 2, 32]"
     real = module.write_pages
     found = module.fingerprint(shapes, CPU)
     assert {operation for operation, _ in found} - {operation for operation, _ in expected} == {name}

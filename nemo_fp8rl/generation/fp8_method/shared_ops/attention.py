@@ -3,6 +3,9 @@
 vLLM's backend for Triton stays in charge of everything else: it plans batches, and writes keys and values into pages of
 the model's dtype. The kernels are `nemo_fp8rl.ops.attention`, and `ops.kv_pages` for an FP8 KV cache; the trainer calls
 both as well. Queries stay in the model's dtype.
+
+A recipe may choose FlashAttention 3 (`ops.flash_attention`) to read the pages. With the plans of this backend it gets
+neither a schedule nor a number of splits nor a common prefix, all of which would depend on the batch.
 """
 
 from typing import Any
@@ -14,7 +17,9 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import uses_flash_attention_3
 from nemo_fp8rl.ops.attention import attend
+from nemo_fp8rl.ops.flash_attention import attend_pages
 from nemo_fp8rl.ops.kv_pages import write_pages
 
 E4M3 = ("fp8", "fp8_e4m3")
@@ -27,6 +32,7 @@ class SharedAttention:
     head_size: int
     scale: float
     has_fp8_cache: bool
+    uses_flash_attention_3: bool
 
     def __init__(
         self,
@@ -57,7 +63,7 @@ class SharedAttention:
             )
         shape = num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window
         super().__init__(*shape, kv_cache_dtype, logits_soft_cap, attn_type, *args, **kwargs)  # type: ignore[call-arg]
-        self.has_fp8_cache = kv_cache_dtype in E4M3
+        self.has_fp8_cache, self.uses_flash_attention_3 = kv_cache_dtype in E4M3, uses_flash_attention_3()
         self.supports_quant_query_input = False
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,14 +97,18 @@ class SharedAttention:
     ) -> Tensor:
         """Write attention into `output` [tokens, heads, d]; keys and values are in the pages already.
 
-        attn_metadata:  vLLM's, with num_actual_tokens, block_table, query_start_loc and seq_lens; None while vLLM
-                        measures memory
+        attn_metadata:  vLLM's, with num_actual_tokens, block_table, query_start_loc, seq_lens, and the largest numbers
+                        of a sequence, max_query_len and max_seq_len; None while vLLM measures memory
         """
         if attn_metadata is None:
             return output.fill_(0)
         tokens, heads = attn_metadata.num_actual_tokens, query.size(1)
         scales = (layer._k_scale, layer._v_scale) if self.has_fp8_cache else ()
         sequences = attn_metadata.block_table, attn_metadata.query_start_loc, attn_metadata.seq_lens
+        if self.uses_flash_attention_3:
+            most = attn_metadata.max_query_len, attn_metadata.max_seq_len
+            attend_pages(query[:tokens], *self.pages(kv_cache), *sequences, self.scale, output[:tokens], *most)
+            return output
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
         attend(query[:tokens], *self.pages(kv_cache), *sequences, self.scale, output[:tokens], lse, *scales)
         return output

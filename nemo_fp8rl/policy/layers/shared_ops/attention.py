@@ -7,28 +7,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_fp8rl.fp8 import from_cache
+from nemo_fp8rl.ops import flash_attention
 from nemo_fp8rl.ops.attention import attention
 from nemo_fp8rl.ops.kv_pages import write_pages
 from nemo_fp8rl.ops.rope import rotate
 from nemo_fp8rl.policy.layers.attention import CoreAttention
 from nemo_fp8rl.policy.layers.shared_ops.attention_gradients import attention_gradients
-
-
-class SharedAttention(CoreAttention):
-    """Attention by `ops.attention`, whose gradient is computed from its output and log-sum-exp."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
-        s, b, heads, d = query.shape
-        cos, sin = self.rope.table(s, query.dtype, query.device)
-        table, positions = torch.cat((cos, sin), -1).view(s, d), torch.arange(s, device=query.device).repeat(b)
-        q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))  # [b * s, ...]
-        q, k = rotate(q, positions, table), rotate(k, positions, table)
-        cache_scales = None
-        if self.kv_cache is not None:
-            rotated_query, rotated_key = (t.unflatten(0, (b, s)).transpose(0, 1) for t in (q, k))
-            cache_scales = self.kv_cache.observe(self.layer, rotated_query, rotated_key, value, rows)
-        out = SequenceAttention.apply(q, k, v, b, self.scale, cache_scales)
-        return out.view(b, s, heads * d).transpose(0, 1)
 
 
 class SequenceAttention(torch.autograd.Function):
@@ -73,3 +57,49 @@ class SequenceAttention(torch.autograd.Function):
         if ctx.cache_scales is not None:
             k, v = (from_cache(codes, x, q.dtype) for codes, x in zip((k, v), ctx.cache_scales, strict=True))
         return *attention_gradients(grad, q, k, v, out, lse, ctx.sequences, ctx.scale), None, None, None
+
+
+class FlashSequenceAttention(SequenceAttention):
+    """The same by FlashAttention 3, without an FP8 KV cache."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: int,
+        scale: float,
+        cache_scales: tuple[float, float] | None = None,
+    ) -> Tensor:
+        assert cache_scales is None, "check_shared_operations"
+        out, lse = flash_attention.attend_sequences(q, k, v, sequences, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.sequences, ctx.scale, ctx.cache_scales = sequences, scale, None
+        return out
+
+
+class SharedAttention(CoreAttention):
+    """Attention by `ops.attention`, whose gradient is computed from its output and log-sum-exp."""
+
+    function = SequenceAttention
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
+        s, b, heads, d = query.shape
+        cos, sin = self.rope.table(s, query.dtype, query.device)
+        table, positions = torch.cat((cos, sin), -1).view(s, d), torch.arange(s, device=query.device).repeat(b)
+        q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))  # [b * s, ...]
+        q, k = rotate(q, positions, table), rotate(k, positions, table)
+        cache_scales = None
+        if self.kv_cache is not None:
+            rotated_query, rotated_key = (t.unflatten(0, (b, s)).transpose(0, 1) for t in (q, k))
+            cache_scales = self.kv_cache.observe(self.layer, rotated_query, rotated_key, value, rows)
+        out = self.function.apply(q, k, v, b, self.scale, cache_scales)
+        return out.view(b, s, heads * d).transpose(0, 1)
+
+
+class FlashAttention(SharedAttention):
+    """Attention by FlashAttention 3 with one split."""
+
+    kernel_name = flash_attention.NAME
+    function = FlashSequenceAttention
