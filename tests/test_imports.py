@@ -176,7 +176,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> the rooms it may import besides i
     "algorithms": {"batch", "common", "fp8"},
     "config": {"algorithms", "common", "fp8"},
     "hf": {"common", "config", "fp8"},
-    "ops": {"config", "fp8", "hf"},
+    "ops": {"common", "config", "fp8", "hf"},
     "data": {"batch", "common", "config", "hf"},
     "refit": {"common", "fp8"},
     "workers": {"common", "config"},

@@ -12,6 +12,7 @@ from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_co
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
+from nemo_fp8rl.hf.shared_operations import chooses_flash_attention_3
 from nemo_fp8rl.ops.alignment import choose_alignment
 
 WORKER_EXTENSION = "nemo_fp8rl.generation.weights.worker_extension.RefitWorkerExtension"
@@ -24,14 +25,18 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)
     cache_gib, batched_tokens = vllm_cfg.kv_cache_memory_gib, vllm_cfg.max_num_batched_tokens
     eager, backend = vllm_cfg.enforce_eager, vllm_cfg.attention_backend and vllm_cfg.attention_backend.upper()
+    fp8_layers, is_aligned = engine_fp8_layers(hf, cfg), choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
+    uses_flash_attention_3 = is_aligned and chooses_flash_attention_3(cfg)
+    if is_aligned:
+        backend = "CUSTOM" if torch.cuda.is_available() else None  # as generation/fp8_method/shared_ops registers it
     if eager is None:
         eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales(backend))
     overrides: dict[str, Any] = {"architectures": [hf.family.architecture]}  # vLLM goes by it, and it may be left out
-    fp8_layers, is_aligned = engine_fp8_layers(hf, cfg), choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
     if fp8_layers or is_aligned:
-        overrides["quantization_config"] = quantization_config(cfg.nemo_fp8rl.scale_format, fp8_layers, is_aligned)
+        overrides["quantization_config"] = quantization_config(
+            cfg.nemo_fp8rl.scale_format, fp8_layers, is_aligned, uses_flash_attention_3
+        )
     if torch.cuda.is_available():
-        backend = "CUSTOM" if is_aligned else backend  # as generation/fp8_method/shared_ops registers it
         device_arguments: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}
     else:
         cache_gib = cache_gib or max(1.0, one_sequence_gib(hf, cfg))

@@ -11,7 +11,8 @@ from nemo_fp8rl.fp8.gpu_support import ADA, why_no_fp8
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 from nemo_fp8rl.hf.fp8_layers import attention_dimensions, mlp_dimension, requested_fp8_layers
 from nemo_fp8rl.hf.model_config import HfConfig
-from nemo_fp8rl.hf.shared_operations import check_shared_operations
+from nemo_fp8rl.hf.shared_operations import check_shared_operations, chooses_flash_attention_3
+from nemo_fp8rl.ops import flash_attention
 from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.workers import joins_cluster
 
@@ -52,6 +53,8 @@ def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
     """
     if choose_alignment(cfg.nemo_fp8rl) == "shared_ops":
         check_shared_operations(hf, cfg)
+        if chooses_flash_attention_3(cfg):
+            flash_attention.check_machine()
     if torch.cuda.is_available():
         _check_gpu(cfg, trains and cfg.nemo_fp8rl.flow == "fp8_e2e")
     else:

@@ -10,6 +10,8 @@ from nemo_fp8rl.hf.model_config import HfConfig
 
 OF_LAYER = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "gate_up": "gate_proj", "down": "down_proj"}
 """Kind of matrix -> the HF name, in a layer, by which `Fp8Layers` decides."""
+FLASH_ATTENTION, FLASH_ATTENTION_HEAD = "FLASH_ATTN", 128
+"""The name of vLLM's backend, and the size of the heads that are aligned with it."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Shapes:
     pow2:          the scales of FP8 blocks are powers of two
     experts:       number of experts; gate_up and down are then an expert's
     ranks:         number of ranks that share a row-parallel matrix
+    fp8_cache:     attention of both sides reads keys and values from an FP8 KV cache
+    flash_attention_3:  attention of both sides is FlashAttention 3 with one split
     """
 
     hidden_size: int
@@ -35,6 +39,13 @@ class Shapes:
     experts: int = 0
     experts_per_token: int = 0
     ranks: int = 1
+    fp8_cache: bool = False
+    flash_attention_3: bool = False
+
+
+def chooses_flash_attention_3(cfg: Config) -> bool:
+    """True where a recipe that is aligned by shared operations takes attention from FlashAttention 3."""
+    return (cfg.policy.generation.vllm_cfg.attention_backend or "").upper() == FLASH_ATTENTION
 
 
 def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
@@ -44,12 +55,26 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
     of_engine, of_trainer = f"{prefix}.tensor_parallel_size", "policy.megatron_cfg.tensor_model_parallel_size"
     sharing = "policy.megatron_cfg.expert_tensor_parallel_size"
     other = "nemo_fp8rl.align=none"
+    takes_flash_attention = chooses_flash_attention_3(cfg)
+    backend = f"{prefix}.attention_backend={vllm.attention_backend}"
+    shared_kernel = f"{prefix}.attention_backend=null, and both sides take their shared kernel, or {other}"
     refused = [
-        (cfg.fp8_kv_cache, f"{prefix}.kv_cache_dtype=fp8: attention on an FP8 KV cache", other),
         (
-            vllm.attention_backend,
-            f"{prefix}.attention_backend={vllm.attention_backend}: attention by a backend of vLLM",
+            vllm.attention_backend and not takes_flash_attention,
+            f"{backend}: attention by a backend of vLLM",
             other,
+        ),
+        (
+            takes_flash_attention and hf.head_dim != FLASH_ATTENTION_HEAD,
+            f"{backend}: FlashAttention 3, whose tiles depend on the batch for heads of {hf.head_dim} values, and do "
+            f"not for heads of {FLASH_ATTENTION_HEAD},",
+            shared_kernel,
+        ),
+        (
+            takes_flash_attention and cfg.fp8_kv_cache,
+            f"{backend} with {prefix}.kv_cache_dtype=fp8: FlashAttention 3, which then multiplies queries and "
+            "probabilities in FP8 as well,",
+            shared_kernel,
         ),
         (
             ranks != engine_ranks,
@@ -121,4 +146,6 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
         experts=hf.num_experts,
         experts_per_token=hf.num_experts_per_tok,
         ranks=ranks,
+        fp8_cache=cfg.fp8_kv_cache and cfg.nemo_fp8rl.kv == "unified",
+        flash_attention_3=chooses_flash_attention_3(cfg),
     )

@@ -10,6 +10,8 @@ For each row (a query of one head) keys are walked from position 0 upwards in bl
     out = acc / l                                  one rounding to q's dtype
     lse = fma(m, scale, log(l))
 
+Keys and values of an FP8 KV cache are first code * scale in float32, rounded to q's dtype (`kv_pages`).
+
 A key that a row does not see has p = 0. A block without a key that the row sees changes nothing: m' = m, a = 1, and it
 adds exact zeros to l and acc. So it does not count how far the walk goes, which other queries are in a tile, or where
 the pages are: prefill, chunks of it, decode and other batches give the same bits. The tile is fixed, because a product
@@ -31,7 +33,7 @@ BLOCK_ROWS, BLOCK_KEYS = 64, 64
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "page_size"])
 def attention_kernel(
-    q, k_cache, v_cache, block_table, query_starts, lengths, out, lse, scale,
+    q, k_cache, v_cache, k_scale, v_scale, block_table, query_starts, lengths, out, lse, scale,
     tokens, sequences, heads_per_group, page_size, d,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_table,
     stride_k_page, stride_k_slot, stride_k_group, stride_v_page, stride_v_slot, stride_v_group,
@@ -42,6 +44,7 @@ def attention_kernel(
     Program b of the first axis belongs to the last sequence i with query_starts[i] // QUERIES + i <= b: numbers that
     ascend by at least the tiles that each sequence needs. A program beyond its sequence's queries writes nothing.
     HEADS is heads_per_group or the next power of two. The last dimension of q, caches and out is contiguous.
+    k_scale and v_scale are None where the caches have q's dtype.
     """
     tile, group = tl.program_id(0), tl.program_id(1)
     low = tile * 0  # not a constant, because the loop changes it
@@ -76,6 +79,9 @@ def attention_kernel(
             v_at = page * stride_v_page + slot * stride_v_slot + group * stride_v_group
             k = tl.load(k_cache + k_at[:, None] + column[None, :], mask=loaded, other=0.0)
             v = tl.load(v_cache + v_at[:, None] + column[None, :], mask=loaded, other=0.0)
+            if k_scale is not None:
+                k = (k.to(tl.float32) * tl.load(k_scale)).to(rows.dtype)
+                v = (v.to(tl.float32) * tl.load(v_scale)).to(rows.dtype)
             score = tl.dot(rows, tl.trans(k), input_precision="ieee")
             score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
             m_new = tl.maximum(m, tl.max(score, 1))
@@ -100,6 +106,8 @@ def attend(
     scale: float,
     out: Tensor,
     lse: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write what `attention` returns; rows behind the last sequence's are left as they are."""
     tokens, heads, d = q.shape
@@ -112,11 +120,16 @@ def attend(
             f"there are {heads_per_group} heads per group, and strides {q.stride()}, {k_cache.stride()}, "
             f"{v_cache.stride()}, {out.stride()}"
         )
+    if {k_cache.dtype, v_cache.dtype} != {q.dtype if k_scale is None else torch.float8_e4m3fn}:
+        raise ValueError(
+            f"attention reads keys and values of the queries' dtype, or E4M3 with scales; queries are {q.dtype}, keys "
+            f"{k_cache.dtype}, values {v_cache.dtype}, with{'out' if k_scale is None else ''} scales"
+        )
     if not tokens or not sequences:
         return
     queries = BLOCK_ROWS // padded_heads
     attention_kernel[(tokens // queries + sequences, groups)](
-        q, k_cache, v_cache, block_table, query_starts, lengths, out, lse, scale,
+        q, k_cache, v_cache, k_scale, v_scale, block_table, query_starts, lengths, out, lse, scale,
         tokens, sequences, heads_per_group, page_size, d,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -134,6 +147,8 @@ def attention(
     query_starts: Tensor,
     lengths: Tensor,
     scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out [tokens, heads, d] in q's dtype, log of the sum of exp(score), float32 [heads, tokens]).
 
@@ -141,15 +156,17 @@ def attention(
     gradient. Rows of tokens behind the last sequence's are zero.
 
     q:                 [tokens, heads, d]; the sequences' queries one after the other
-    k_cache, v_cache:  [pages, page_size, groups, d], of any strides but the last; heads // groups heads share a group
+    k_cache, v_cache:  [pages, page_size, groups, d], of any strides but the last; heads // groups heads share a group;
+                       in q's dtype or, with scales, float8_e4m3fn
     block_table:       int32 [sequences, at least ceil(length / page_size)], pages of each sequence
     query_starts:      int32 [sequences + 1], first token of each sequence, and their end
     lengths:           int32 [sequences], keys of each sequence
     scale:             multiplies scores; above 0
+    k_scale, v_scale:  float32, one value each; multiplies codes of E4M3
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.zeros(q.size(1), q.size(0), dtype=torch.float32, device=q.device)
-    attend(q, k_cache, v_cache, block_table, query_starts, lengths, scale, out, lse)
+    attend(q, k_cache, v_cache, block_table, query_starts, lengths, scale, out, lse, k_scale, v_scale)
     return out, lse
 
 

@@ -16,6 +16,7 @@ from nemo_fp8rl.hf.shared_operations import Shapes
 from nemo_fp8rl.ops.activation import silu_mul
 from nemo_fp8rl.ops.attention import attention
 from nemo_fp8rl.ops.experts import choose_experts, combine
+from nemo_fp8rl.ops.kv_pages import write_pages
 from nemo_fp8rl.ops.log_softmax import log_softmax
 from nemo_fp8rl.ops.matmul import fp8_linear, linear
 from nemo_fp8rl.ops.norm import add_rms_norm, rms_norm
@@ -31,8 +32,10 @@ MOST_VALUES = 1 << 25
 MULTIPLIER = 0x2545F4914F6CDD1D
 OF_EXPERTS = ("gate_up", "down")
 """Matrices that are an expert's in a mixture of experts."""
-LENGTH = 70
-"""Keys of the longest sequence in attention: more than a block of them."""
+LENGTH, PAGE = 80, 16
+"""Keys of the longest sequence in attention, which are more than a block of them, and of a page."""
+CACHE_SCALES = (2.0**-8, 2.0**-5)
+"""Of keys, some of which become the largest code, and of values."""
 
 
 def shared_fp8_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
@@ -63,10 +66,12 @@ class Functions(NamedTuple):
 
     fp8_product:     (x [M, K], weight [N, K], both bf16; pow2) -> [M, N]
     expert_product:  the same of one expert
+    attention:       as `ops.attention`
     """
 
     fp8_product: Callable[[Tensor, Tensor, bool], Tensor] = shared_fp8_product
     expert_product: Callable[[Tensor, Tensor, bool], Tensor] = shared_fp8_product
+    attention: Callable[..., tuple[Tensor, Tensor | None]] | None = None
 
     def of_matrix(self, name: str, shapes: Shapes) -> Callable[[Tensor, Tensor, bool], Tensor]:
         return self.expert_product if shapes.experts and name in OF_EXPERTS else self.fp8_product
@@ -109,7 +114,12 @@ def _digests(
         yield f"sum over {shapes.ranks} ranks [{h}]", [sum_in_rank_order(parts[:, :m]) for m in rows]
     if shapes.experts:
         yield from _expert_outputs(shapes, rows, device)
-    yield f"attention [{shapes.heads}, {shapes.groups}, {d}]", list(_attention_outputs(shapes, device))
+    kind = "attention by FlashAttention 3" if shapes.flash_attention_3 else "attention"
+    kind = "attention on E4M3" if shapes.fp8_cache else kind
+    yield (
+        f"{kind} [{shapes.heads}, {shapes.groups}, {d}]",
+        list(_attention_outputs(shapes, device, functions.attention or attention)),
+    )
     logits = _values((7, shapes.matrices["head"][0]), device, 9).float() * 8
     yield "log-softmax", [log_softmax(logits[:m]) for m in (1, 7)]
 
@@ -125,16 +135,27 @@ def _expert_outputs(shapes: Shapes, rows: Iterable[int], device: torch.device) -
     yield f"sum of {k} experts [{shapes.hidden_size}]", sums
 
 
-def _attention_outputs(shapes: Shapes, device: torch.device) -> Iterator[Tensor]:
+def _attention_outputs(
+    shapes: Shapes, device: torch.device, attention: Callable[..., tuple[Tensor, Tensor | None]]
+) -> Iterator[Tensor]:
     """Yield attention of a whole sequence, of its last token alone, and of both beside a second sequence."""
-    keys, values = (_values((2 * LENGTH, 1, shapes.groups, shapes.head_dim), device, seed) for seed in (10, 11))
+    in_pages = 2 * LENGTH // PAGE, PAGE, shapes.groups, shapes.head_dim
+    keys, values = (_values(in_pages, device, seed) for seed in (10, 11))
     q = _values((2 * LENGTH, shapes.heads, shapes.head_dim), device, 12)
-    pages = torch.arange(2 * LENGTH, dtype=torch.int32, device=device).view(2, LENGTH)
-    scale = shapes.head_dim**-0.5
+    pages = torch.arange(in_pages[0], dtype=torch.int32, device=device).view(2, -1)
+    scale, cache_scales = shapes.head_dim**-0.5, list[Tensor]()
+    if shapes.fp8_cache:
+        cache_scales = [torch.full((1,), x, device=device) for x in CACHE_SCALES]
+        key_codes, value_codes = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (keys, values))
+        pages_of_codes = key_codes, value_codes, torch.arange(2 * LENGTH, device=device)
+        write_pages(keys.flatten(0, 1), values.flatten(0, 1), *pages_of_codes, *cache_scales)
+        keys, values = key_codes, value_codes
+        yield from (keys, values)
 
     def attend(queries: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
         starts_tensor, lengths_tensor = (torch.tensor(t, dtype=torch.int32, device=device) for t in (starts, lengths))
-        return attention(queries, keys, values, pages[: len(lengths)], starts_tensor, lengths_tensor, scale)[0]
+        table = pages[: len(lengths)]
+        return attention(queries, keys, values, table, starts_tensor, lengths_tensor, scale, *cache_scales)[0]
 
     yield attend(q[:LENGTH], [0, LENGTH], [LENGTH])
     yield attend(q[LENGTH - 1 : LENGTH], [0, 1], [LENGTH])

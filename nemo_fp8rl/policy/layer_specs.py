@@ -75,8 +75,13 @@ class LayerClasses:
     with_shared_values: Callable[[tuple[type, type], ScaleFormat | None], tuple[type, type]] = lambda layers, _: layers
 
 
-def layer_classes(alignment: Alignment, scale_format: ScaleFormat, unlike: Sequence[str] = ()) -> LayerClasses:
-    """Return the layers that round as this alignment says; unlike: see `block_spec`."""
+def layer_classes(
+    alignment: Alignment,
+    scale_format: ScaleFormat,
+    unlike: Sequence[str] = (),
+    flash_attention_3: bool = False,
+) -> LayerClasses:
+    """Return the layers that round as this alignment says; `block_spec` has the arguments."""
     if alignment == "none":
         linears, fp8 = bf16_linears(False), fp8_linears(scale_format, False)
         return LayerClasses(RMSNorm, get_bias_dropout_add, SdpaAttention, linears, fp8)
@@ -92,6 +97,7 @@ def layer_classes(alignment: Alignment, scale_format: ScaleFormat, unlike: Seque
             moe_layer=AlignedMoELayer,
         )
     from nemo_fp8rl.policy.layers.shared_ops import dense_layers as shared
+    from nemo_fp8rl.policy.layers.shared_ops.attention import FlashAttention, SharedAttention
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
     from nemo_fp8rl.policy.layers.shared_ops.grouped_experts import shared_values
 
@@ -99,7 +105,7 @@ def layer_classes(alignment: Alignment, scale_format: ScaleFormat, unlike: Seque
     return LayerClasses(
         norm=shared.SharedRMSNorm,
         residual_add=get_bias_dropout_add,
-        attention=shared.SharedAttention,
+        attention=FlashAttention if flash_attention_3 else SharedAttention,
         linears=linears,
         fp8_linears=fp8,
         activation=shared.SharedSiluMul,
@@ -140,14 +146,16 @@ def trainer_fingerprint(shapes: Shapes, device: torch.device) -> frozenset[tuple
     """Return the digests of the operations that the trainer shares with engines (`ops.fingerprint`).
 
     On a GPU its FP8 products are Transformer Engine's where `products_unlike_engine` is empty. Raises UserError where
-    there is no Transformer Engine.
+    there is no Transformer Engine, or no FlashAttention 3 that the recipe chooses.
     """
     from nemo_fp8rl.ops.fingerprint import Functions, fingerprint
+    from nemo_fp8rl.ops.flash_attention import attention_without_pages
 
-    if not torch.cuda.is_available() or not shapes.fp8_matrices or products_unlike_engine(shapes, device):
-        return fingerprint(shapes, device)
-    te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
-    return fingerprint(shapes, device, Functions(te.fp8_product, te.fp8_expert_product))
+    functions = Functions(attention=attention_without_pages if shapes.flash_attention_3 else None)
+    if torch.cuda.is_available() and shapes.fp8_matrices and not products_unlike_engine(shapes, device):
+        te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
+        functions = functions._replace(fp8_product=te.fp8_product, expert_product=te.fp8_expert_product)
+    return fingerprint(shapes, device, functions)
 
 
 def products_unlike_engine(shapes: Shapes, device: torch.device) -> list[str]:
@@ -177,15 +185,19 @@ def block_spec(
     rope: Rope,
     kv_cache: TrainerKvCache | None,
     unlike: Sequence[str] = (),
+    flash_attention_3: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the spec of the rank's decoder layers for this precision and alignment.
 
-    unlike:  `products_unlike_engine`, for which the layers name the reason why they do without Transformer Engine
-    Raises:  UserError where only Transformer Engine has a layer that the recipe asks for
+    unlike:             `products_unlike_engine`; if there is one, no layer is Transformer Engine's alone, and the
+                        kernels' names say why
+    flash_attention_3:  with shared operations, take attention from FlashAttention 3
+    Raises:             UserError where only Transformer Engine has a layer that the recipe asks for
     """
     scale_format = choice.scale_format
     alignment = choose_alignment(choice)
-    classes, rank_order = layer_classes(alignment, scale_format, unlike), alignment == "shared_ops"
+    classes = layer_classes(alignment, scale_format, unlike, flash_attention_3)
+    rank_order = alignment == "shared_ops"
     attention = make_attention_class(classes.attention, rope, kv_cache)
     if unlike and choice.fp8_param:
         raise UserError(

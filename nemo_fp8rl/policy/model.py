@@ -20,7 +20,7 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.fp8_layers import projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig
-from nemo_fp8rl.hf.shared_operations import operation_shapes
+from nemo_fp8rl.hf.shared_operations import chooses_flash_attention_3, operation_shapes
 from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.layer_specs import block_spec, products_unlike_engine
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
@@ -168,7 +168,7 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)
     model = PolicyModel(
         config,
-        block_spec(layout, choice, fp8_layers, rope, kv_cache, unlike),
+        block_spec(layout, choice, fp8_layers, rope, kv_cache, unlike, chooses_flash_attention_3(cfg)),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=layout.is_first_stage,

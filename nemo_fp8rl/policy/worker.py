@@ -33,17 +33,18 @@ from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.hf.shared_operations import check_shared_operations, operation_shapes
+from nemo_fp8rl.hf.shared_operations import check_shared_operations, chooses_flash_attention_3, operation_shapes
+from nemo_fp8rl.ops import flash_attention
 from nemo_fp8rl.ops.alignment import choose_alignment, describe_alignment
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescription
 from nemo_fp8rl.policy.layer_specs import trainer_fingerprint, transformer_engine_linears
-from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.policy.layers.attention import CoreAttention
+from nemo_fp8rl.policy.layers.kv_cache import make_kv_cache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, moe_dispatcher, transformer_config
 from nemo_fp8rl.policy.offload import Offload, copy_to_host
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, loses_denormals
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
@@ -104,7 +105,7 @@ class MegatronWorker:
         if on_gpu:
             # Megatron requires a seed, although this model has no dropout
             model_parallel_cuda_manual_seed(cfg.grpo.seed)
-        self.kv_cache = self._build_kv_cache()
+        self.kv_cache = make_kv_cache(self.hf.num_hidden_layers, cfg)
         alignment = choose_alignment(cfg.nemo_fp8rl)
         with megatron_on_cpu():
             config = transformer_config(self.hf, cfg.policy, cfg.nemo_fp8rl)
@@ -202,10 +203,11 @@ class MegatronWorker:
 
     def describe(self) -> PolicyDescription:
         """Return what this rank chose for its machine."""
-        layers = (module for module in self.model.modules() if isinstance(module, Fp8MatmulLayer))
+        kinds = Fp8MatmulLayer, CoreAttention
+        layers = (module for module in self.model.modules() if isinstance(module, kinds))
         rounding = None if self.kv_cache is None else self.kv_cache.rounding
         return PolicyDescription(
-            kernels=frozenset(layer.kernel_name for layer in layers),
+            kernels=frozenset(layer.kernel_name for layer in layers if layer.kernel_name),
             quantizers=frozenset(filter(None, [self._quantizer()])),
             alignments=frozenset([describe_alignment(self.cfg.nemo_fp8rl)]),
             cache_roundings=frozenset(filter(None, [rounding])),
@@ -373,17 +375,13 @@ class MegatronWorker:
             self.refit.close()
         destroy_process_groups()
 
-    def _build_kv_cache(self) -> TrainerKvCache | None:
-        if not self.cfg.fp8_kv_cache:
-            return None
-        rounding = cache_rounding() if self.cfg.nemo_fp8rl.kv == "unified" else None
-        return TrainerKvCache(self.hf.num_hidden_layers, rounding, loses_denormals(DTYPES[self.cfg.policy.precision]))
-
 
 def _check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
     """Raise UserError, before anything is built, if the recipe asks for what a policy on a GPU cannot do."""
     if choose_alignment(cfg.nemo_fp8rl) == "shared_ops":
         check_shared_operations(hf, cfg)
+        if chooses_flash_attention_3(cfg):
+            flash_attention.check_machine()
     if hf.family.experts or cfg.nemo_fp8rl.trainer_fp8:
         te = transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
         allgather = hf.family.experts and moe_dispatcher(cfg.policy.megatron_cfg) == "allgather"

@@ -9,7 +9,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 import nemo_fp8rl.generation.weights.worker_extension  # noqa: F401, it may register another backend, for FP8 caches
 from nemo_fp8rl.generation.fp8_method.shared_ops.attention import SharedAttention
 from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import is_aligned_engine
-from nemo_fp8rl.generation.vllm_compat import keys_and_values
 
 UNALIGNED: Any = AttentionBackendEnum.CPU_ATTN.get_class()
 
@@ -20,10 +19,12 @@ class SharedCpuAttention(SharedAttention, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
+        if self.has_fp8_cache:
+            return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         is_token = slot_mapping >= 0
-        slots, pages = slot_mapping[is_token], keys_and_values(kv_cache, self.head_size)
+        slots = slot_mapping[is_token]
         page, slot = slots // kv_cache.size(2), slots % kv_cache.size(2)
-        for cache, x in zip(pages, (key, value), strict=True):
+        for cache, x in zip(self.pages(kv_cache), (key, value), strict=True):
             cache[page, slot] = x[: len(is_token)][is_token]
 
 

@@ -106,8 +106,8 @@ def test_a_name_that_another_plugin_has_taken_is_refused(monkeypatch):
 
 
 def test_attention_refuses_what_its_kernel_lacks():
-    with pytest.raises(ValueError, match="does not do an FP8 KV cache or a sliding window"):
-        SharedAttention(4, 64, 0.1, 2, None, 128, "fp8")
+    with pytest.raises(ValueError, match="does not do a KV cache of fp8_e5m2 or a sliding window"):
+        SharedAttention(4, 64, 0.1, 2, None, 128, "fp8_e5m2")
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.01])

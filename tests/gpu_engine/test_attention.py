@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.fp8 import cast_through_cache, to_cache
 from nemo_fp8rl.ops.attention import BLOCK_KEYS, attend, attention
 from tests.gpu_engine.test_ops import values
 
@@ -30,14 +31,23 @@ def paged(keys: list[Tensor], page_size: int) -> tuple[Tensor, Tensor]:
 
 
 def ask(
-    sequences: list[list[Tensor]], ends: list[int], counts: list[int], page_size: int
+    sequences: list[list[Tensor]],
+    ends: list[int],
+    counts: list[int],
+    page_size: int,
+    cache_scales: tuple[float, float] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """(out, lse [heads, count]) of the last `count` queries before `end`, of each sequence."""
+    scales: list[Tensor] = []
+    if cache_scales is not None:
+        k_scale, v_scale = cache_scales
+        sequences = [[q, to_cache(k, k_scale, "nearest"), to_cache(v, v_scale, "nearest")] for q, k, v in sequences]
+        scales = [torch.tensor([k_scale]), torch.tensor([v_scale])]
     q = torch.cat([s[0][end - n : end] for s, end, n in zip(sequences, ends, counts, strict=True)])
     caches = [paged([s[i][:end] for s, end in zip(sequences, ends, strict=True)], page_size) for i in (1, 2)]
     (k_pages, table), (v_pages, _) = caches
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    out, lse = attention(q, k_pages, v_pages, table, starts, torch.tensor(ends).int(), q.size(-1) ** -0.5)
+    out, lse = attention(q, k_pages, v_pages, table, starts, torch.tensor(ends).int(), q.size(-1) ** -0.5, *scales)
     return list(zip(out.split(counts), lse.split(counts, 1), strict=True))
 
 
@@ -46,9 +56,22 @@ def sequences():
     return [sequence(length, 4, seed) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module")
-def prefilled(sequences):
-    return ask(sequences, [*LENGTHS], [*LENGTHS], 16)
+@pytest.fixture(scope="module", params=[None, (2.0**-7, 2.0**-5)], ids=["dense", "E4M3"])
+def prefilled(request, sequences):
+    """(Scales of the cache, answers)."""
+    return request.param, ask(sequences, [*LENGTHS], [*LENGTHS], 16, request.param)
+
+
+def test_codes_are_read_as_the_values_of_the_formula(sequences, prefilled):
+    scales, answers = prefilled
+    if scales is None:
+        pytest.skip("of a cache in the model's dtype")
+    k_scale, v_scale = scales
+    read = [
+        [q, *(cast_through_cache(x, s, "nearest") for x, s in ((k, k_scale), (v, v_scale)))] for q, k, v in sequences
+    ]
+    for got, expected in zip(answers, ask(read, [*LENGTHS], [*LENGTHS], 16), strict=True):
+        assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize(
@@ -61,9 +84,10 @@ def prefilled(sequences):
     ],
 )
 def test_a_query_gets_the_same_bits_however_it_is_asked(sequences, prefilled, which, ends, counts, page_size):
-    answers = ask([sequences[i] for i in which], [*ends], [*counts], page_size)
+    scales, every = prefilled
+    answers = ask([sequences[i] for i in which], [*ends], [*counts], page_size, scales)
     for i, end, n, (out, lse) in zip(which, ends, counts, answers, strict=True):
-        whole, whole_lse = prefilled[i]
+        whole, whole_lse = every[i]
         assert torch.equal(out, whole[end - n : end])
         assert torch.equal(lse, whole_lse[:, end - n : end])
 

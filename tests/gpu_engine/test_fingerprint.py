@@ -1,5 +1,6 @@
 """Fingerprints of the shared operations: equal where the bits are, and an operation with another bit is named."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -103,6 +104,21 @@ def test_an_expert_is_fingerprinted_by_the_kernel_for_experts():
         check(module.fingerprint(shapes, CPU), found)
     engine = module.fingerprint(shapes, CPU, module.Functions(expert_product=expert_product))
     check(module.fingerprint(shapes, CPU), engine)
+
+
+def test_attention_on_an_fp8_cache_covers_codes_and_their_reading(expected, monkeypatch):
+    shapes, name = replace(SHAPES, fp8_cache=True), "attention on E4M3 [4, 2, 32]"
+    real = module.write_pages
+    found = module.fingerprint(shapes, CPU)
+    assert {operation for operation, _ in found} - {operation for operation, _ in expected} == {name}
+
+    def write_with_another_code(key, value, k_cache, *further):
+        real(key, value, k_cache, *further)
+        k_cache.view(torch.uint8)[-1] ^= 1
+
+    monkeypatch.setattr(module, "write_pages", write_with_another_code)
+    with pytest.raises(UserError, match=rf"same bits in {re.escape(name)}: give both"):
+        check(found, module.fingerprint(shapes, CPU))
 
 
 def test_what_is_fp8_on_one_side_alone_is_left_out(tmp_path):

@@ -14,18 +14,20 @@ from tests.batches import loss_totals
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import FREE, Pair
 
+FP8_CACHE = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
 CASES = [(family, flow) for family in ("qwen3", "qwen2", "llama", "qwen3_moe") for flow in ("fp8_e2e", "bf16")]
+CASES += [("qwen3", "fp8_e2e", FP8_CACHE), ("qwen2", "bf16", FP8_CACHE)]
 SAMPLING = replace(FREE, max_new_tokens=5)
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def pair(request, tmp_path_factory):
-    family, flow = request.param
+    family, flow, *further = request.param
     folder = tmp_path_factory.mktemp(family) / "tiny"
     make_tiny(folder, "add", 0, family)
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
     replays = f"policy.router_replay.enabled={str(family == 'qwen3_moe').lower()}"
-    keys = (f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm", replays)
+    keys = (f"nemo_fp8rl.flow={flow}", "nemo_fp8rl.align=vllm", replays, *further)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(alignment, "has_gpu", lambda: True)
         pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *keys]))

@@ -11,10 +11,16 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from nemo_fp8rl.ops import activation, attention, experts, log_softmax, matmul, norm, rank_sum, rope  # noqa: E402
+from nemo_fp8rl.ops import activation, attention, experts, kv_pages, log_softmax, matmul, norm, rank_sum, rope  # noqa: E402
 
 BF16, FP32, INT, INT64, E4M3 = "*bf16", "*fp32", "i32", "*i64", "*fp8e4nv"
 SIZES = {"rows": INT, "size": INT, "eps": "fp32", "steps": INT}
+PAGES, TILE = ("k_cache", "v_cache"), {"QUERIES": 16, "HEADS": 4, "BLOCK_KEYS": 64, "BLOCK_D": 128}
+ATTENTION = {
+    **{"q": BF16, "out": BF16, "lse": FP32, "scale": "fp32"},
+    **dict.fromkeys(("block_table", "query_starts", "lengths"), "*i32"),
+    **{name: INT for name in attention.attention_kernel.arg_names[11:-4]},
+}
 KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (
         norm.norm_kernel,
@@ -59,12 +65,18 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         {"x": FP32, "out": FP32, "rows": INT, "columns": INT, "stride_row": INT},
         {"ROWS": 1, "BLOCK": 1024},
     ),
+    (attention.attention_kernel, dict.fromkeys(PAGES, BF16) | ATTENTION, {"k_scale": None, "v_scale": None} | TILE),
     (
         attention.attention_kernel,
-        {**dict.fromkeys(("q", "k_cache", "v_cache", "out"), BF16), "lse": FP32, "scale": "fp32"}
-        | dict.fromkeys(("block_table", "query_starts", "lengths"), "*i32")
-        | {name: INT for name in attention.attention_kernel.arg_names[9:-4]},
-        {"QUERIES": 16, "HEADS": 4, "BLOCK_KEYS": 64, "BLOCK_D": 128},
+        dict.fromkeys(PAGES, E4M3) | dict.fromkeys(("k_scale", "v_scale"), FP32) | ATTENTION,
+        TILE,
+    ),
+    (
+        kv_pages.write_kernel,
+        {**dict.fromkeys(("key", "value"), BF16), **dict.fromkeys(PAGES, E4M3), "slots": INT64}
+        | dict.fromkeys(("k_scale", "v_scale"), FP32)
+        | {name: INT for name in kv_pages.write_kernel.arg_names[7:-3]},
+        {"TOKENS": 4, "GROUPS": 8, "BLOCK_D": 128},
     ),
     (
         experts.choose_experts_kernel,

@@ -28,6 +28,7 @@ class NemoFp8RlConfig(Fp8Config):
     scale_format: ScaleFormat = "pow2"
     is_aligned: bool = False
     """True where the engine computes by the operations that it shares with the trainer (`shared_ops`)."""
+    uses_flash_attention_3: bool = False
     fp8_layers: Fp8Layers
 
     @classmethod
@@ -52,6 +53,7 @@ class NemoFp8RlConfig(Fp8Config):
         method.scale_format = config["scale_format"]
         method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         method.is_aligned = config.get("is_aligned", False)
+        method.uses_flash_attention_3 = config.get("uses_flash_attention_3", False)
         if method.is_aligned:
             _register_shared_operations()
         if current_platform.is_cpu():

@@ -6,12 +6,16 @@ from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
 from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION
 
 
-def quantization_config(scale_format: str, fp8_layers: Fp8Layers, is_aligned: bool = False) -> dict[str, object]:
+def quantization_config(
+    scale_format: str, fp8_layers: Fp8Layers, is_aligned: bool = False, uses_flash_attention_3: bool = False
+) -> dict[str, object]:
     """Return the block for a model that our method serves, in HF's form.
 
-    is_aligned:  the engine computes by the operations that it shares with the trainer; no layer need be FP8 then
+    is_aligned:              the engine computes by the operations that it shares with the trainer; no layer need be
+                             FP8 then
+    uses_flash_attention_3:  attention of an aligned engine is FlashAttention 3 with one split
     """
-    aligned = {"is_aligned": True} if is_aligned else {}
+    flags = {"is_aligned": is_aligned, "uses_flash_attention_3": uses_flash_attention_3}
     return {
         "quant_method": QUANTIZATION,
         "fmt": "e4m3",
@@ -19,7 +23,7 @@ def quantization_config(scale_format: str, fp8_layers: Fp8Layers, is_aligned: bo
         "weight_block_size": list(BLOCK),
         "scale_format": scale_format,
         "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored_words)],
-        **aligned,
+        **{name: True for name, is_set in flags.items() if is_set},
     }
 
 

@@ -25,6 +25,7 @@ from nemo_fp8rl.generation.weights.weight_store import WeightStore
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.shared_operations import Shapes
+from nemo_fp8rl.ops import flash_attention
 from nemo_fp8rl.refit.manifest import RefitError, from_json, to_json
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
 from nemo_fp8rl.refit.transport.handshake import connect
@@ -141,6 +142,8 @@ class RefitWorkerExtension:
             attention.add("queries beside an FP8 cache: rounded to E4M3")
         if getattr(self.vllm_config.quant_config, "is_aligned", False):
             fp8.add("operations shared with the trainer (nemo_fp8rl.ops)")
+        if getattr(self.vllm_config.quant_config, "uses_flash_attention_3", False):
+            attention.add(flash_attention.NAME)
         graphs = f"CUDA graphs: {self.vllm_config.compilation_config.cudagraph_mode.name.lower()}"
         return sorted(fp8 | attention | {graphs})
 

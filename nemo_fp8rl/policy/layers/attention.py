@@ -29,6 +29,7 @@ class CoreAttention(MegatronModule):
     Returns:     [s, b, heads * d]; packed, [tokens, heads * d]
     """
 
+    kernel_name = ""  # of a library, where the recipe chooses it
     rope: Rope  # `make_attention_class` sets this and the next
     kv_cache: TrainerKvCache | None
 

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import CacheRounding, KvMaxima, KvScales, cast_through_cache
 from nemo_fp8rl.fp8.kv_cache_cast import SMALLEST_NORMAL
+from nemo_fp8rl.ops.alignment import choose_alignment
+from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import cache_rounding, loses_denormals
 
 FILE = "kv_scales.json"
 
@@ -48,14 +51,26 @@ class TrainerKvCache:
         key:    [s, b, groups, d], after RoPE; value has the same shape
         rows:   int64 [b], the numbers of these sequences in the microbatch; None for all sequences
         """
+        scales = self.observe(layer, query, key, value, rows)
+        if scales is not None and self.rounding is not None:
+            key, value = (self._round(x, scale, self.rounding) for x, scale in zip((key, value), scales, strict=True))
+        return key, value
+
+    def observe(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None
+    ) -> tuple[float, float] | None:
+        """Return the scales (k, v) by which attention must round; None for none. During calibration, record the inputs.
+
+        The arguments are those of `read`.
+        """
         if self._maxima is not None:
             lengths = self._lengths if rows is None else self._lengths[rows]
             real = torch.arange(key.size(0), device=key.device)[:, None] < lengths
             self._maxima.observe(layer, q=query[real], k=key[real], v=value[real])
-        elif self.scales is not None and self.rounding is not None:
-            key = self._round(key, self.scales.k_scale[layer], self.rounding)
-            value = self._round(value, self.scales.v_scale[layer], self.rounding)
-        return key, value
+            return None
+        if self.scales is None or self.rounding is None:
+            return None
+        return self.scales.k_scale[layer], self.scales.v_scale[layer]
 
     def _round(self, x: Tensor, scale: float, rounding: CacheRounding) -> Tensor:
         rounded = cast_through_cache(x, scale, rounding)
@@ -115,3 +130,16 @@ class TrainerKvCache:
         if {len(k), len(v), len(q)} != {self.num_layers}:
             raise UserError(f"{folder / FILE} has scales of another number of layers than {self.num_layers}")
         self.scales, self.is_current = KvScales(k, v, q), True
+
+
+def make_kv_cache(num_layers: int, cfg: Config) -> TrainerKvCache | None:
+    """Return the trainer's side of the recipe's FP8 KV cache, without scales; None where the recipe has none.
+
+    num_layers:  layers of the whole model
+    """
+    if not cfg.fp8_kv_cache:
+        return None
+    is_unified, is_shared = cfg.nemo_fp8rl.kv == "unified", choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
+    rounding: CacheRounding = "nearest" if is_shared else cache_rounding()  # `ops.kv_pages`
+    loses = not is_shared and loses_denormals(torch.bfloat16)  # `config.validate` demands this precision
+    return TrainerKvCache(num_layers, rounding if is_unified else None, loses)

@@ -1,4 +1,4 @@
-"""The question whether the engine under construction is aligned."""
+"""The questions whether the engine under construction is aligned, and by which attention."""
 
 from vllm.config import get_current_vllm_config_or_none
 
@@ -7,3 +7,9 @@ def is_aligned_engine() -> bool:
     """True while vLLM builds, or loads, a model whose recipe is aligned by shared operations."""
     config = get_current_vllm_config_or_none()
     return getattr(config and config.quant_config, "is_aligned", False)
+
+
+def uses_flash_attention_3() -> bool:
+    """True while vLLM builds such a model whose attention is FlashAttention 3."""
+    config = get_current_vllm_config_or_none()
+    return getattr(config and config.quant_config, "uses_flash_attention_3", False)

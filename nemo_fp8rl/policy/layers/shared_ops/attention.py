@@ -1,0 +1,105 @@
+"""Attention of the trainer by the kernel of an aligned engine."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nemo_fp8rl.fp8 import from_cache
+from nemo_fp8rl.ops import flash_attention
+from nemo_fp8rl.ops.attention import attention
+from nemo_fp8rl.ops.kv_pages import write_pages
+from nemo_fp8rl.ops.rope import rotate
+from nemo_fp8rl.policy.layers.attention import CoreAttention
+from nemo_fp8rl.policy.layers.shared_ops.attention_gradients import attention_gradients
+
+
+class SequenceAttention(torch.autograd.Function):
+    """Causal attention of b sequences of one length: apply(q, k, v, b, scale, cache_scales).
+
+    q:             [b * s, heads, d]
+    k, v:          [b * s, groups, d]
+    scale:         multiplies scores
+    cache_scales:  scales (k, v) of an FP8 KV cache, whose codes are read; gradients pass straight through. Or None
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: int,
+        scale: float,
+        cache_scales: tuple[float, float] | None = None,
+    ) -> Tensor:
+        s = len(q) // sequences
+        starts = torch.arange(0, len(q) + 1, s, dtype=torch.int32, device=q.device)
+        tokens = torch.arange(len(q), dtype=torch.int32, device=q.device).view(sequences, s)  # pages of one token
+        lengths = torch.full((sequences,), s, dtype=torch.int32, device=q.device)
+        k_scale, v_scale = None, None
+        if cache_scales is not None:
+            k_scale, v_scale = (torch.full((1,), x, dtype=torch.float32, device=q.device) for x in cache_scales)
+            k_codes, v_codes = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (k, v))
+            pages = k_codes.unsqueeze(1), v_codes.unsqueeze(1)
+            write_pages(k, v, *pages, tokens.flatten(), k_scale, v_scale)
+            k, v = k_codes, v_codes
+        out, lse = attention(q, k.unsqueeze(1), v.unsqueeze(1), tokens, starts, lengths, scale, k_scale, v_scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.sequences, ctx.scale, ctx.cache_scales = sequences, scale, cache_scales
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if ctx.cache_scales is not None:
+            k, v = (from_cache(codes, x, q.dtype) for codes, x in zip((k, v), ctx.cache_scales, strict=True))
+        return *attention_gradients(grad, q, k, v, out, lse, ctx.sequences, ctx.scale), None, None, None
+
+
+class FlashSequenceAttention(SequenceAttention):
+    """The same by FlashAttention 3, without an FP8 KV cache."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: int,
+        scale: float,
+        cache_scales: tuple[float, float] | None = None,
+    ) -> Tensor:
+        assert cache_scales is None, "check_shared_operations"
+        out, lse = flash_attention.attend_sequences(q, k, v, sequences, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.sequences, ctx.scale, ctx.cache_scales = sequences, scale, None
+        return out
+
+
+class SharedAttention(CoreAttention):
+    """Attention by `ops.attention`, whose gradient is computed from its output and log-sum-exp."""
+
+    function = SequenceAttention
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
+        s, b, heads, d = query.shape
+        cos, sin = self.rope.table(s, query.dtype, query.device)
+        table, positions = torch.cat((cos, sin), -1).view(s, d), torch.arange(s, device=query.device).repeat(b)
+        q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))  # [b * s, ...]
+        q, k = rotate(q, positions, table), rotate(k, positions, table)
+        cache_scales = None
+        if self.kv_cache is not None:
+            rotated_query, rotated_key = (t.unflatten(0, (b, s)).transpose(0, 1) for t in (q, k))
+            cache_scales = self.kv_cache.observe(self.layer, rotated_query, rotated_key, value, rows)
+        out = self.function.apply(q, k, v, b, self.scale, cache_scales)
+        return out.view(b, s, heads * d).transpose(0, 1)
+
+
+class FlashAttention(SharedAttention):
+    """Attention by FlashAttention 3 with one split."""
+
+    kernel_name = flash_attention.NAME
+    function = FlashSequenceAttention
