@@ -17,6 +17,8 @@ from nemo_fp8rl.ops.rank_sum import UNORDERED_RANKS, sum_in_rank_order
 class SharedRowParallelLinear(RowParallelLinear):
     """vLLM's layer, which leaves the sum of more than two ranks of an aligned engine to `sum_in_rank_order`."""
 
+    reduce_results: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sums_in_rank_order = is_aligned_engine() and self.reduce_results and self.tp_size > UNORDERED_RANKS

@@ -38,6 +38,11 @@ class TransformerEngineRankOrderSum:
     The layer reads its attributes in each forward (transformer_engine/pytorch/module/linear.py).
     """
 
+    tp_size: int
+    parallel_mode: str | None
+    sequence_parallel: bool
+    _tp_group: dist.ProcessGroup
+
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.is_ordered, self.scatters = self.tp_size > UNORDERED_RANKS, self.sequence_parallel
