@@ -26,8 +26,15 @@ EXPERT_RANKS = (
 CASES = [
     pytest.param("qwen3", 2, (), id="qwen3"),
     pytest.param("qwen3_moe", 2, EXPERT_RANKS, id="qwen3_moe"),
-    pytest.param("qwen3", 4, (), id="qwen3-four", marks=pytest.mark.long),
+    pytest.param("qwen3", 4, (f"{ENGINE}enforce_eager=false",), id="qwen3-four-traced", marks=pytest.mark.long),
 ]
+
+
+def graphs(worker) -> int:
+    """Return how many graphs torch has traced in the process of an engine's rank."""
+    from vllm.compilation.counter import compilation_counter
+
+    return compilation_counter.num_graphs_seen
 
 
 @pytest.mark.parametrize(("family", "count", "keys"), CASES)
@@ -45,11 +52,16 @@ def test_ranks_of_both_sides_agree_in_every_token(tmp_path, monkeypatch, family,
     monkeypatch.setattr(engine_checks, "check_shared_operations", lambda hf, cfg: None)  # the sender has one rank
     (folder,) = engine_ranks.__path__
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((folder, str(Path(__file__).parents[2]))))
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # a graph is called as torch traced it
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of `graphs`
     pair = Pair(load(RECIPES / "tiny_cpu.yaml", base))
     try:
         pair.prompts = pair.prompts[:1]
         pair.refit()
         batch = pair.samples(SAMPLING)
+        is_traced = f"{ENGINE}enforce_eager=false" in keys
+        assert pair.engine.core.llm.collective_rpc(graphs) == [int(is_traced)] * count
         sampled = batch.token_mask.bool()
         assert sampled.sum() > 8
         ranks.setup(trainer)

@@ -3,15 +3,18 @@
 The collectives are fake: one process stands for a rank, and knows the products of the others.
 """
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 from vllm.distributed import communication_op, parallel_state
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from nemo_fp8rl.generation.fp8_method.shared_ops.linears import SharedLinearMethod
 from nemo_fp8rl.ops.matmul import linear
+from nemo_fp8rl.ops.rank_sum import sum_in_rank_order
 from tests.gpu_engine.test_aligned_layers import build
 from tests.gpu_engine.test_ops import values
 
@@ -68,3 +71,32 @@ def test_two_ranks_and_other_engines_keep_vllms_collective():
     assert torch.equal(output, expected)
     assert collectives == ["reduce"]
     assert sum_on_rank(1, 4, False)[2] == ["reduce"]
+
+
+def test_the_sum_is_one_operation_of_a_graph(monkeypatch):
+    """No compiler gets its order or its rounding to change."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    group = SimpleNamespace(rank_in_group=0, world_size=4, all_gather=lambda product, dim: torch.cat([product] * 4))
+    x = values(TOKENS, K // 4)
+    with (
+        build(True),
+        mock.patch.object(parallel_state, "get_tp_group", lambda: group),
+        mock.patch.object(communication_op, "get_tp_group", lambda: group),
+        torch._dynamo.config.patch(disable=False),
+    ):
+        layer = RowParallelLinear(K, N, bias=False, return_bias=False, params_dtype=torch.bfloat16)
+        layer.quant_method = SharedLinearMethod()
+        layer.weight.data.copy_(values(N, K // 4, seed=1))
+        traced = torch.compile(layer, backend=keep, fullgraph=True)(x)
+        assert torch.equal(traced, layer(x))
+    assert torch.equal(traced, sum_in_rank_order(torch.stack([linear(x, layer.weight)] * 4)))
+    (graph,) = graphs
+    called = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+    assert {"nemo_fp8rl.linear.default", "nemo_fp8rl.sum_in_rank_order.default"} <= called
+    assert not any("add" in name or "sum" in name for name in called - {"nemo_fp8rl.sum_in_rank_order.default"})

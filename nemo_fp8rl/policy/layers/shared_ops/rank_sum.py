@@ -39,6 +39,7 @@ class TransformerEngineRankOrderSum:
     """
 
     tp_size: int
+    parallel_mode: str | None
     sequence_parallel: bool
     _tp_group: dist.ProcessGroup
 
