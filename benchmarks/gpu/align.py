@@ -56,8 +56,9 @@ class Measurement:
     steps:   of each loop
     """
 
-    def __init__(self, report: Report, folder: Path, steps: int, dry_run: bool) -> None:
+    def __init__(self, report: Report, folder: Path, steps: int, dry_run: bool, backend: str | None = None) -> None:
         self.report, self.folder, self.steps, self.dry_run = report, folder, steps, dry_run
+        self.attention = [f"policy.generation.vllm_cfg.attention_backend={backend}"] if backend else []
 
     def command(self, verb: str, recipe: str, *overrides: str) -> str:
         """Run `nemo-fp8rl VERB` in a process of its own; return "", or the end of what it wrote if it failed."""
@@ -100,7 +101,7 @@ class Measurement:
             f"nemo_fp8rl.flow={flow}",
             f"nemo_fp8rl.align={align}",
             "policy.generation.vllm_cfg.gpu_memory_utilization=0.1",
-            *(["policy.generation.vllm_cfg.kv_cache_dtype=fp8"] if kv else []),
+            *(["policy.generation.vllm_cfg.kv_cache_dtype=fp8"] if kv else self.attention),
             *(SMALLEST if self.dry_run else ()),
         ]
 
@@ -211,6 +212,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=720, help="time limit")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--layers", type=int, default=2, help="of the random model")
+    parser.add_argument("--attention", choices=["FLASH_ATTN"], help="the backend of the flows without an FP8 KV cache")
     parser.add_argument("--folder", type=Path, help="keep models and runs here")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--dry-run", action="store_true")
@@ -222,7 +224,7 @@ def main() -> int:
     report = Report(arguments.seconds if not dry_run else 3600.0)  # a dry run leaves nothing out
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
-        measurement = Measurement(report, folder, 2 if dry_run else arguments.steps, dry_run)
+        measurement = Measurement(report, folder, 2 if dry_run else arguments.steps, dry_run, arguments.attention)
         with report.section("the tiny model", report.seconds):
             measurement.make_model()
         if report.failures:

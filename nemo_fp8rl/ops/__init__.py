@@ -6,5 +6,6 @@ rounded to nearest, `exp` and `log` are polynomials), so every GPU, Triton's int
 of the tests agree to the bit. docs/alignment.md lists the rounding rules.
 
 Those that a traced model calls are opaque operations of torch (`torch.ops.nemo_fp8rl`), so that torch.compile fuses
-nothing into them. Attention and experts are called inside opaque operations of vLLM.
+nothing into them. Attention and experts are called inside opaque operations of vLLM. `flash_attention` is a library's,
+for recipes that choose it.
 """

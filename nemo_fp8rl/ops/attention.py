@@ -66,6 +66,8 @@ def attention_kernel(
         token, inside = (start + query).to(tl.int64), inside_row[:, None] & (column[None, :] < d)
         at = token[:, None] * stride_q_token + head[:, None] * stride_q_head + column[None, :]
         rows = tl.load(q + at, mask=inside, other=0.0)
+        if k_scale is not None:
+            k_factor, v_factor = tl.load(k_scale), tl.load(v_scale)
 
         m = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES * HEADS], tl.float32)
@@ -80,8 +82,8 @@ def attention_kernel(
             k = tl.load(k_cache + k_at[:, None] + column[None, :], mask=loaded, other=0.0)
             v = tl.load(v_cache + v_at[:, None] + column[None, :], mask=loaded, other=0.0)
             if k_scale is not None:
-                k = (k.to(tl.float32) * tl.load(k_scale)).to(rows.dtype)
-                v = (v.to(tl.float32) * tl.load(v_scale)).to(rows.dtype)
+                k = (k.to(tl.float32) * k_factor).to(rows.dtype)
+                v = (v.to(tl.float32) * v_factor).to(rows.dtype)
             score = tl.dot(rows, tl.trans(k), input_precision="ieee")
             score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
             m_new = tl.maximum(m, tl.max(score, 1))

@@ -147,6 +147,8 @@ def _package_engine(gpu: Gpu) -> Finding:
 def _cache(plan: Plan, gpu: Gpu) -> Finding:
     if plan.shape.kv_lora_rank and not plan.uses_package_workers:
         return Finding("error", TOPIC, LATENT_CACHE_UNSUPPORTED)
+    if plan.uses_package_workers and at(plan.values, "nemo_fp8rl.align", None) == "vllm":
+        return Finding("ok", TOPIC, f"trainer and engines on {gpu.name} share the attention that reads an FP8 KV cache")
     backend = plan.vllm_kwargs.get("attention_backend")
     if backend is None and not HOPPER <= gpu.capability < BLACKWELL:
         backend = "FLASHINFER"  # vLLM's choice

@@ -466,6 +466,8 @@ def test_flashinfer_keeps_a_caches_scales_out_of_a_cuda_graph(plan, workers, lev
     ):
         chosen = plan(LLAMA, cache | {ENGINE + "enforce_eager": False, kwargs: chosen})
         assert warned(chosen, gpu) is graphs_end
+    aligned = plan(LLAMA, cache | {ENGINE + "enforce_eager": False, "nemo_fp8rl.align": "vllm"})
+    assert warned(aligned, "b200") is (level == "error")  # NeMo RL's own engines have vLLM's attention
 
 
 def test_nemo_rls_trainer_has_the_engines_last_layers_in_bfloat16(plan):

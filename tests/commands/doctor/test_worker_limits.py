@@ -122,8 +122,8 @@ def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan)
     [
         (
             "Qwen/Qwen3-8B",
-            {"nemo_fp8rl": {"align": "vllm"}, "policy__generation__vllm_cfg__tensor_parallel_size": 4},
-            "a sum over more than two ranks is not aligned on a GPU",
+            {"nemo_fp8rl": {"align": "vllm"}, "policy__generation__vllm_kwargs": {"attention_backend": "FLASHINFER"}},
+            "attention by a backend of vLLM is not aligned on a GPU",
         ),
         ("Qwen/Qwen3-8B", {"policy__megatron_cfg__mtp_num_layers": 1}, "no multi-token prediction"),
         (

@@ -12,7 +12,8 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import KvScales
 from nemo_fp8rl.generation.engine_checks import check_for_driver, check_machine
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
+from nemo_fp8rl.ops import alignment
+from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache, make_kv_cache
 from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.policy import ranks
 from tests.policy.test_worker import new_worker, random_batch
@@ -187,6 +188,16 @@ def test_an_fp8_recipe_on_a_gpu_without_fp8_is_refused(recipe, tmp_path, monkeyp
     check_machine(hf, fp8)
     with pytest.raises(UserError, match=r"training needs .* 9\.0 or higher, .* set nemo_fp8rl\.flow=fp8_rollout"):
         check_for_driver(hf, fp8)  # where the trainer is, too
+
+
+def test_shared_operations_round_to_nearest_where_the_trainer_reads_the_cache(recipe, monkeypatch):
+    monkeypatch.setattr(alignment, "has_gpu", lambda: True)
+    roundings = []
+    for keys in ((FP8,), (FP8, "nemo_fp8rl.kv=rollout")):
+        cache = make_kv_cache(2, recipe(*keys, "nemo_fp8rl.align=vllm"))
+        roundings.append((cache.rounding, cache.loses_denormals))
+    assert roundings == [("nearest", False), (None, False)]
+    assert make_kv_cache(2, recipe("nemo_fp8rl.align=vllm")) is None
 
 
 def test_a_cache_option_without_an_fp8_cache_is_refused(recipe):
