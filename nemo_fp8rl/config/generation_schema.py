@@ -42,7 +42,8 @@ class VllmConfig(Block):
     """Format of the KV cache; auto follows policy.precision. fp8: E4M3 with one scale a layer for keys and one for
     values, calibrated at every refit."""
     attention_backend: Annotated[str | None, NemoRl("policy.generation.vllm_kwargs.attention_backend")] = None
-    """vLLM's attention backend (ours); null is its choice. An example is TRITON_ATTN; a CPU has CPU_ATTN only."""
+    """vLLM's attention backend (ours); null is its choice. An example is TRITON_ATTN; a CPU has CPU_ATTN only; with
+    align=vllm on a GPU: FLASH_ATTN or null."""
     max_num_seqs: Annotated[
         int | None,
         ABOVE_0,
