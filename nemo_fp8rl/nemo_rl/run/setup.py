@@ -172,7 +172,7 @@ def set_up_nemo_rl_workers(
         model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
         latent = getattr(model, "kv_lora_rank", None) is not None
         experts = any(getattr(model, name, None) for name in EXPERTS)
-        choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.version, latent)
+        choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.engines_survive_fp8_refit, latent)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )

@@ -7,7 +7,6 @@ from typing import Any
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block
-from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.precision import VLLM_CFG, read_precision
@@ -24,10 +23,13 @@ LATENT_CACHE_UNSUPPORTED = (
 """Refusal of latent attention with an FP8 cache; the engine would refuse it only when both sides are loaded."""
 
 
-def check_stock(values: Mapping[str, Any], version: str) -> None:
-    """Raise UserError if NeMo RL of this version cannot run the resolved recipe `values` with its own workers."""
+def check_stock(values: Mapping[str, Any], survives_refit: bool) -> None:
+    """Raise UserError if NeMo RL cannot run the resolved recipe `values` with its own workers.
+
+    survives_refit: as `Checkout.engines_survive_fp8_refit`
+    """
     policy = values["policy"]
-    if refusal := why_correction_unsupported(values) or why_policy_unsupported(policy, version):
+    if refusal := why_correction_unsupported(values) or why_policy_unsupported(policy, survives_refit):
         raise UserError(refusal)
     megatron = at(values, "policy.megatron_cfg.enabled", False)  # a recipe for the other trainer keeps the block
     if megatron and (refusal := next(chain(why_layout_unsupported(values), why_batch_indivisible(values)), "")):
@@ -49,18 +51,19 @@ def why_correction_unsupported(values: Mapping[str, Any]) -> str:
     )
 
 
-def why_policy_unsupported(policy: Mapping[str, Any], version: str) -> str:
-    """Return why NeMo RL of this version cannot run the recipe's block `policy`; empty if it can.
+def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> str:
+    """Return why NeMo RL cannot run the recipe's block `policy`; empty if it can.
 
+    survives_refit: as `Checkout.engines_survive_fp8_refit`
     Raises: UserError if the precisions of trainer and engine do not agree
     """
     precision = read_precision(policy)
     if precision.flow == "bf16":
         return ""
-    if not engines_survive_fp8_refit(version):
+    if not survives_refit:
         return (
-            f"NeMo RL {version} processes an engine's weights once more after a refit, which FP8 ones do not survive: "
-            f"use its main, {OR_PACKAGE_WORKERS}"
+            "this NeMo RL processes an engine's weights once more after a refit, as v0.7.x does, and FP8 ones do not "
+            f"survive that: use its main, {OR_PACKAGE_WORKERS}"
         )
     if precision.fp8_param and (words := policy["generation"]["vllm_cfg"].get(IGNORED)):
         return (

@@ -36,7 +36,7 @@ def make_weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def step(weights: Mapping[str, Tensor], share: float = 0.002) -> dict[str, Tensor]:
-    """Return the weights after a small step: this share of each tensor's values differs; the scales of blocks do not."""
+    """Return the weights after a small step: of each tensor this share of the values differs, and no block's scale."""
     stepped = {}
     for i, (name, weight) in enumerate(weights.items()):
         chosen = torch.rand(weight.shape, generator=torch.Generator().manual_seed(i)) < share

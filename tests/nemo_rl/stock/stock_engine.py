@@ -69,7 +69,7 @@ def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) ->
 def streamed(folder: Path, kv_cache_dtype: str) -> None:
     """Print the answers of an engine after each refit; vLLM chooses the FP8 layers, emulated ones multiply."""
     cfg = policy(kv_cache_dtype=kv_cache_dtype)
-    choose_workers(cfg, 2, "0.6.0")
+    choose_workers(cfg, 2, survives_refit=True)
     kwargs = cfg["generation"]["vllm_kwargs"]
     trainer = SimpleNamespace(cfg=cfg["generation"])
     declare_kv_cache(trainer, cfg)

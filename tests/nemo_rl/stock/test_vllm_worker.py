@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nemo_fp8rl.commands.export import export
-from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from tests.nemo_rl.runs import environment, needs_checkout
 from tests.nemo_rl.stock.fake_trainer import WEIGHT
@@ -139,7 +138,7 @@ def test_a_streamed_engine_equals_a_fresh_one(family, kv_cache_dtype, tmp_path):
     """
     from nemo_fp8rl.commands.tiny_model import write_model
 
-    if not engines_survive_fp8_refit(find_checkout().version):
+    if not find_checkout().engines_survive_fp8_refit:
         pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
     if kv_cache_dtype == "fp8" and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
         pytest.skip("vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX")
