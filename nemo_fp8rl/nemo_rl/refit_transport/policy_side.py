@@ -46,11 +46,13 @@ class Receiver:
 
     stored: name of the version that it stores, as far as this rank knows
     end:    the link, None before the first refit and after a failure
+    absent: it did not connect in this refit, so that a repetition would only wait once more
     """
 
     name: str
     stored: str = ""
     end: SendingEnd | None = None
+    absent: bool = False
 
     def disconnect(self) -> None:
         if self.end is not None:
@@ -148,7 +150,7 @@ class PolicySide:
             failed = [receiver for receiver in self.receivers if receiver.stored != version]
             if not failed:
                 return
-            if attempt == self.settings.retries:
+            if attempt == self.settings.retries or any(receiver.absent for receiver in failed):
                 break
             self.metrics.retries += len(failed)
             transfer = _Transfer(self, version, "")
@@ -157,7 +159,7 @@ class PolicySide:
                 transfer.send_stored(part)
             transfer.finish()
         raise RefitError(
-            f"refit {version}: {failed[0].name} has not got the weights after {self.settings.retries + 1} attempts: "
+            f"refit {version}: {failed[0].name} has not got the weights in {attempt + 1} attempts: "
             f"{self.reasons.get(failed[0].name, 'its log has the reason')}"
         )
 
@@ -192,7 +194,9 @@ class _Transfer:
             try:
                 stored = receiver.stored
                 if receiver.end is None:
+                    receiver.absent = True
                     receiver.end = side.listener.accept(receiver.name, side.capacity())
+                    receiver.absent = False
                 base = self.base if stored and stored == self.base else ""
                 self.writers[rank] = LinkWriter(receiver.end, self.version, base, self.checks)
                 metrics.deltas, metrics.whole = metrics.deltas + bool(base), metrics.whole + (not base)
