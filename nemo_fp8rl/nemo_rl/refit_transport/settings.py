@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.field_rules import ABOVE_0, AT_LEAST_0, Block, Range
 from nemo_fp8rl.config.typed_tree import read_block
 from nemo_fp8rl.fp8.layers import Fp8Layers
@@ -53,8 +54,19 @@ class Settings(Block):
         return Fp8Layers(self.fp8_layers.first, self.fp8_layers.end, tuple(self.fp8_layers.ignored))
 
 
+def settings_of_recipe(generation: Mapping[str, Any]) -> Settings:
+    """Return the settings in a recipe's block policy.generation, whose refit_transport is ENGINE.
+
+    Raises: UserError as `read_settings`, and without a block for ENGINE, which NeMo RL demands even if it is empty
+    """
+    block = (generation.get("refit_cfg") or {}).get(ENGINE)
+    if not isinstance(block, Mapping):
+        raise UserError(f"policy.generation.refit_transport={ENGINE} needs the block {KEY}, which may be empty: {{}}")
+    return read_settings(block)
+
+
 def read_settings(values: Mapping[str, Any]) -> Settings:
-    """Return the settings of a recipe's block.
+    """Return the settings of a block.
 
     values:  the block, or what NeMo RL passes of it to the class
     Raises:  UserError, naming the key, for an unknown key, a wrong type or a value out of range

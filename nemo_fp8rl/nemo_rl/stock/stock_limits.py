@@ -7,9 +7,10 @@ from typing import Any
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.precision import VLLM_CFG, read_precision
+from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE, settings_of_recipe
 from nemo_fp8rl.nemo_rl.stock.layout_limits import why_batch_indivisible, why_layout_unsupported
 
 OR_PACKAGE_WORKERS = "or nemo_fp8rl.workers=ours"
@@ -77,8 +78,8 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
             f"policy.generation.vllm_kwargs.speculative_config.method={method}: FP8 on the wire carries no drafter's "
             f"weights; leave speculative_config out, {OR_PACKAGE_WORKERS}"
         )
-    if (transport := policy["generation"].get("refit_transport")) is not None:
-        return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null"
+    if refusal := why_transport_unsupported(policy["generation"]):
+        return refusal
     if at(policy, "draft.enabled", False):
         return (
             "policy.draft.enabled=true: FP8 on the wire carries no drafter's weights; set it to false, "
@@ -86,6 +87,24 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
         )
     if at(policy, "generation.vllm_kwargs.kv_cache_dtype", None) is not None:
         return "policy.generation.vllm_kwargs.kv_cache_dtype: say it in policy.generation.vllm_cfg.kv_cache_dtype"
+    return ""
+
+
+def why_transport_unsupported(generation: Mapping[str, Any]) -> str:
+    """Return why the transport of a refit that the block policy.generation names carries no FP8; empty if it does."""
+    if (transport := generation.get("refit_transport")) is None:
+        return ""
+    if transport != ENGINE:
+        return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null, or to {ENGINE}"
+    try:
+        settings_of_recipe(generation)
+    except UserError as error:
+        return str(error)
+    if is_colocated(generation):
+        return (
+            f"policy.generation.refit_transport={ENGINE}: NeMo RL has it for engines with GPUs of their own; set it to "
+            "null, or policy.generation.colocated.enabled=false"
+        )
     return ""
 
 

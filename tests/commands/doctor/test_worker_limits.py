@@ -5,8 +5,11 @@ import pytest
 from nemo_fp8rl.commands.doctor.model_shapes import shape_of
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.commands.doctor.worker_limits import check_workers
+from nemo_fp8rl.nemo_rl.refit_transport import settings as refit_settings
 from tests.commands.doctor.conftest import ENGINE, TRAINER
 from tests.nemo_rl.recipe.test_config_from_recipe import master
+
+REFIT_CLASS = {"policy.generation.refit_transport": refit_settings.ENGINE}
 
 
 def said(model: str, **changes: object) -> list[tuple[str, str]]:
@@ -46,6 +49,12 @@ def test_where_they_are_not_asked_for_nothing_is_said():
     [
         ({}, False, "this NeMo RL processes an engine's weights once more"),
         ({"policy.generation.refit_transport": "nccl"}, True, "refit_transport=nccl"),
+        (REFIT_CLASS, True, "Fp8CheckpointEngine needs the block policy.generation.refit_cfg["),
+        (
+            REFIT_CLASS | {"policy.generation.refit_cfg": {refit_settings.ENGINE: {}}},
+            True,
+            "NeMo RL has it for engines with GPUs of their own",
+        ),
         (
             {"policy.generation.vllm_kwargs": {"speculative_config": {"method": "mtp"}}},
             True,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,50 @@ def test_an_extension_without_the_replaced_methods_is_refused(missing):
     worker = type("Mixed", (vllm_worker.Fp8Worker, type("Extension", (), dict.fromkeys(names))), {})
     with pytest.raises(RuntimeError, match=rf"has no {missing}, .*workers=ours"):
         object.__new__(worker).load_model()
+
+
+class FakeEngine:
+    """A checkpoint engine that yields these batches, then raises this error."""
+
+    def __init__(self, batches: list, error: Exception | None = None) -> None:
+        self.batches, self.error = batches, error
+
+    async def receive_weight_batches(self):
+        for batch in self.batches:
+            yield batch
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_checkpoint_engine_begins_a_refit_with_its_first_batch(monkeypatch):
+    """One that fails before leaves the engine's weights; one that fails later, or ends early, spoils them."""
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
+
+    done = []
+    for name in ("forget_packed_experts", "initialize_layerwise_reload"):
+        monkeypatch.setattr(vllm_worker, name, lambda model, name=name: done.append(name))
+    monkeypatch.setattr(vllm_worker, "finalize_layerwise_reload", lambda model, config: done.append("finalize"))
+    for name in ("set_current_vllm_config", "preserve_nonpersistent_buffers"):
+        monkeypatch.setattr(vllm_worker, name, lambda value: nullcontext())
+    model = SimpleNamespace(load_weights=lambda weights: done.append(sorted(name for name, _ in weights)))
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(get_model=lambda: model), vllm_config=None, model_config=None,
+        state_dict_info={"a": None, "b": None},
+    )  # fmt: skip
+    reload, batches = vllm_worker._Reload(worker), [[("a", torch.ones(1))], [("b", torch.ones(1))]]
+    worker.checkpoint_engine = FakeEngine([], ConnectionError("the trainer is gone"))
+    with pytest.raises(ConnectionError):
+        reload.load_from_checkpoint_engine()
+    assert done == []
+    worker.checkpoint_engine = FakeEngine(batches)
+    assert reload.load_from_checkpoint_engine()
+    assert done == ["forget_packed_experts", "initialize_layerwise_reload", ["a"], ["b"], "finalize"]
+    worker.checkpoint_engine = FakeEngine(batches[:1])
+    with pytest.raises(RuntimeError, match="the refit ended without b"):
+        reload.load_from_checkpoint_engine()
+    worker.checkpoint_engine = FakeEngine(batches)
+    with pytest.raises(RuntimeError, match="holds a mixture of weights"):
+        reload.load_from_checkpoint_engine()
 
 
 class AttentionWithFp8Cache(torch.nn.Module):
