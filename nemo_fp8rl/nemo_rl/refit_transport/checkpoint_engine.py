@@ -3,13 +3,15 @@
 NeMo RL's main has the interface (`nemo_rl/utils/checkpoint_engines/base.py`); v0.7.x has not.
 """
 
+import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
-from torch import Tensor, device
+from torch import Tensor
 
 from nemo_fp8rl.nemo_rl.refit_transport.policy_side import PolicySide
 from nemo_fp8rl.nemo_rl.refit_transport.rollout_side import RolloutSide
@@ -42,7 +44,7 @@ class Fp8CheckpointEngine(CheckpointEngine):
                 self.settings.host or _node_address(),
                 self.token,
                 self.settings.timeout_seconds,
-                device(self.settings.device),
+                torch.device(self.settings.device),
             )
         version = self.rollout.store.version
         return Peer(*self.listener.address, self.token, domain(), version).to_metadata()
@@ -73,12 +75,16 @@ class Fp8CheckpointEngine(CheckpointEngine):
         self._stop_listening()
 
     async def send_weights(self, weights: Generator[tuple[str, Tensor], None, None]) -> None:
-        """Send a version; returns when every receiver of this rank has verified it. Raises as `PolicySide.send`."""
+        """Send a version; returns when every receiver of this rank has verified it. Raises as `PolicySide.send`.
+
+        This blocks the caller's thread, in which the iterator's collectives belong.
+        """
         self.policy.send(weights)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Tensor]], None]:
         """Yield the verified tensors of a version. Raises as `RolloutSide.receive`, before the first batch."""
-        for batch in self.rollout.receive():
+        batches, gpu = self.rollout.receive(), _current_gpu()
+        while (batch := await asyncio.to_thread(_next_batch, batches, gpu)) is not None:
             yield batch
 
     def policy_metrics(self) -> dict[str, Any]:
@@ -89,6 +95,21 @@ class Fp8CheckpointEngine(CheckpointEngine):
         if self.listener is not None:
             self.listener.close()
         self.listener = None
+
+
+Batch = list[tuple[str, Tensor]]
+
+
+def _current_gpu() -> int | None:
+    """Return this thread's GPU; other threads begin with the first one."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _next_batch(batches: Iterator[Batch], gpu: int | None) -> Batch | None:
+    """Return the next batch, None after the last one. It runs in a thread, so that the caller's event loop goes on."""
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    return next(batches, None)
 
 
 def _node_address() -> str:

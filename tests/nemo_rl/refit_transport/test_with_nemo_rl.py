@@ -1,6 +1,7 @@
 """The checkpoint engine between NeMo RL's own mixins and its own synchronizer, on a CPU; threads stand for actors."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
@@ -218,6 +219,55 @@ def test_an_engine_that_was_started_again_gets_a_whole_version(run):
     assert (sum(started.counts("whole")), sum(started.counts("deltas"))) == (1, 1)
 
 
+def test_a_refit_reports_its_numbers_to_nemo_rls_loop(run, monkeypatch):
+    from nemo_fp8rl.nemo_rl.refit_transport import reporting
+
+    monkeypatch.setattr(reporting, "ray", SimpleNamespace(get=lambda futures: [f.result() for f in futures]))
+    started = run()
+    started.generation.weight_synchronizer = started.synchronizer
+    reporting.report_refits(started.policy, started.generation)
+    synchronizer = started.generation.weight_synchronizer
+    first, second = (synchronizer.sync_weights(kv_scales={K_SCALE: 0.5}) for _ in range(2))
+    assert (first["version"], first["delta"], first["retries"]) == (1, 0.0, 0)
+    assert (second["version"], second["delta"]) == (2, 1.0)
+    assert second["bytes"] < 0.02 * first["bytes"] and second["wire_over_bf16"] < 0.01 < first["wire_over_bf16"]
+    assert first["kept_bytes"] > 1 << 20 and first["timing/refit"] > 0
+    assert not synchronizer.is_stale and synchronizer._checkpoint_engine_ready
+    assert not copy.copy(synchronizer).is_stale
+
+
 def test_a_misspelled_setting_is_named_when_the_class_is_built(run):
     with pytest.raises(ValueError, match=r"unknown config key .*Fp8CheckpointEngine.*retrys; did you mean .*retries"):
         run(retrys=2)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 16, 1 << 20])
+def test_both_sides_in_one_event_loop(nemo_rl, bucket_bytes):
+    """As NeMo RL's own tests of NIXL: tensors of any dtype, larger than a bucket; then no tensor at all."""
+    from nemo_rl.utils.checkpoint_engines.base import create_checkpoint_engine
+
+    sender, receiver = (
+        create_checkpoint_engine(ENGINE, bucket_size_bytes=bucket_bytes, engine_kwargs={"timeout_seconds": 20.0})
+        for _ in range(2)
+    )
+    sizes = {"train_world_size": 1, "rollout_world_size": 1, "metadata": [sender.prepare(), receiver.prepare()]}
+    sender.init_policy_process_group(worker_rank=0, **sizes)
+    receiver.init_rollout_process_group(rollout_rank=0, **sizes)
+    expected = {
+        "small": torch.tensor([1.0, 2.0, 3.0]).bfloat16(),
+        "spanning": torch.arange(99_999.0).reshape(99_999, 1),
+        "scalar": torch.tensor(3.0),
+        "tail": torch.arange(5),
+        "flags": torch.tensor([True, False]),
+    }
+
+    async def refit(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        sending = asyncio.create_task(sender.send_weights(iter(weights.items())))
+        received = {n: x.clone() async for batch in receiver.receive_weight_batches() for n, x in batch}
+        await sending
+        return received
+
+    for weights in (expected, expected, {}, expected):
+        check_equal(asyncio.run(refit(weights)), weights)
+    sender.finalize()
+    receiver.finalize()
