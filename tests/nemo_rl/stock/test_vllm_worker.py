@@ -176,8 +176,16 @@ def test_kv_scales_are_restored_after_a_wake_up(monkeypatch):
 
 @pytest.mark.nemo_rl
 @needs_checkout
-@pytest.mark.parametrize(("family", "kv_cache_dtype"), [("qwen3", "auto"), ("qwen3", "fp8"), ("qwen3_moe", "auto")])
-def test_a_streamed_engine_equals_a_fresh_one(family, kv_cache_dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype", "transport"),
+    [
+        ("qwen3", "auto", "batches"),
+        ("qwen3", "fp8", "batches"),
+        ("qwen3_moe", "auto", "batches"),
+        ("qwen3", "fp8", "checkpoint_engine"),
+    ],
+)
+def test_a_streamed_engine_equals_a_fresh_one(family, kv_cache_dtype, transport, tmp_path):
     """Again and again, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported
     model. One without scales is refused before it begins, and after one that ends early there is no other.
     """
@@ -190,7 +198,7 @@ def test_a_streamed_engine_equals_a_fresh_one(family, kv_cache_dtype, tmp_path):
     for seed in (0, 1):
         write_model(tmp_path / f"model_{seed}", seed, family)
         export(tmp_path / f"model_{seed}", tmp_path / f"fp8_{seed}", "pow2", 1, 0, [])
-    command = [sys.executable, "-m", "tests.nemo_rl.stock.stock_engine", str(tmp_path), kv_cache_dtype]
+    command = [sys.executable, "-m", "tests.nemo_rl.stock.stock_engine", str(tmp_path), kv_cache_dtype, transport]
     variables = environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=variables, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
