@@ -17,7 +17,7 @@ from nemo_fp8rl.common.errors import single_line
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, NonFiniteError, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.format import count_nans
-from nemo_fp8rl.nemo_rl.refit_transport.settings import Settings
+from nemo_fp8rl.nemo_rl.refit_transport.settings import TIMEOUT, Settings
 from nemo_fp8rl.nemo_rl.refit_transport.weight_stream import read_stream
 from nemo_fp8rl.nemo_rl.refit_transport.wire import Entry, LinkWriter, Store
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
@@ -28,7 +28,7 @@ from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.route_plan import PIECE_BYTES
 from nemo_fp8rl.refit.sender.weight_regions import cut_weight
 from nemo_fp8rl.refit.transport.handshake import Listener
-from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
+from nemo_fp8rl.refit.transport.link import TIMEOUT_KEY, LinkError, SendingEnd
 
 MIN_DELTA_BYTES = 1 << 14
 """Bytes of the smallest band that is sent as a delta."""
@@ -294,7 +294,7 @@ class _Transfer:
     def _fail(self, rank: int, error: LinkError) -> None:
         self.writers.pop(rank, None)
         self.side.receivers[rank].disconnect()
-        self.side.metrics.report.failed[0, rank] = str(error)
+        self.side.metrics.report.failed[0, rank] = str(error).replace(TIMEOUT_KEY, TIMEOUT)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import scale_name
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.nemo_rl.refit_transport.policy_side import caller_name
-from nemo_fp8rl.nemo_rl.refit_transport.settings import Settings
+from nemo_fp8rl.nemo_rl.refit_transport.settings import TIMEOUT, Settings
 from nemo_fp8rl.nemo_rl.refit_transport.topology import Peer
 from nemo_fp8rl.nemo_rl.refit_transport.wire import Entry, Header, Store
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
@@ -20,7 +20,7 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content, scales_of
 from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport.handshake import connect
-from nemo_fp8rl.refit.transport.link import LinkError, ReceivingEnd, finish_gpu_work
+from nemo_fp8rl.refit.transport.link import TIMEOUT_KEY, LinkError, ReceivingEnd, finish_gpu_work
 
 BATCH_BYTES = 256 << 20
 """Bytes of the tensors that are handed out at a time, about."""
@@ -76,8 +76,9 @@ class RolloutSide:
                 raise
             except RefitError as error:
                 self.disconnect()
+                error = RefitError(str(error).replace(TIMEOUT_KEY, TIMEOUT))
                 if self.metrics.retries == self.settings.retries:
-                    raise
+                    raise error from None
                 self.metrics.retries += 1
                 logging.getLogger(__name__).warning(
                     "%s: %s; the whole version is sent again", caller_name(self.rank), error

@@ -15,6 +15,7 @@ ENGINE = "nemo_fp8rl.nemo_rl.refit_transport.checkpoint_engine:Fp8CheckpointEngi
 KEY = f'policy.generation.refit_cfg["{ENGINE}"]'
 OF_NEMO_RL = ("release_after_refit", "update_weights_bucket_memory_ratio")
 """Keys of the block that NeMo RL reads itself; it passes the first one on to the class."""
+TIMEOUT = f"{KEY}.timeout_seconds"
 LARGEST_BUCKET = 256 << 20
 """Bytes. NeMo RL's buckets are a share of a GPU's memory, which is more than a link needs to be busy."""
 

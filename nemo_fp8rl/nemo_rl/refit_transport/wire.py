@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
@@ -21,6 +22,7 @@ from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport.link import SendingEnd, finish_gpu_work
 
 Rows = tuple[int, int]
+DIGEST_BYTES = 8
 
 
 class Entry(NamedTuple):
@@ -81,11 +83,17 @@ class Header:
     abort: str = ""
 
     def encode(self) -> bytes:
-        return json.dumps([self.version, self.base, self.sequence, self.entries, self.last, self.abort]).encode()
+        """Return the header behind its own digest: no other number would tell a tensor's name from another one."""
+        fields = [self.version, self.base, self.sequence, self.entries, self.last, self.abort]
+        message = json.dumps(fields).encode()
+        return xxhash.xxh3_64_digest(message) + message
 
     @classmethod
     def decode(cls, message: bytes) -> "Header":
         """Decode a header. Raises RefitError on bytes that are not a header."""
+        digest, message = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
+        if digest != xxhash.xxh3_64_digest(message):
+            raise RefitError("a message of the refit is damaged (its digest is another)")
         try:
             version, base, sequence, raw, last, abort = json.loads(message)
             entries = tuple(_decode_entry(*fields) for fields in raw)

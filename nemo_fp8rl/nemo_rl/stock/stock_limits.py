@@ -59,8 +59,8 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
     Raises: UserError if the precisions of trainer and engine do not agree
     """
     precision = read_precision(policy)
-    if precision.flow == "bf16":
-        return ""
+    if precision.flow == "bf16":  # then any transport of NeMo RL's does
+        return why_transport_unsupported(policy["generation"], only_ours=True)
     if not survives_refit:
         return (
             "this NeMo RL processes an engine's weights once more after a refit, as v0.7.x does, and FP8 ones do not "
@@ -90,9 +90,12 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
     return ""
 
 
-def why_transport_unsupported(generation: Mapping[str, Any]) -> str:
-    """Return why the transport of a refit that the block policy.generation names carries no FP8; empty if it does."""
-    if (transport := generation.get("refit_transport")) is None:
+def why_transport_unsupported(generation: Mapping[str, Any], only_ours: bool = False) -> str:
+    """Return why the transport of a refit that the block policy.generation names carries no FP8; empty if it does.
+
+    only_ours: judge the checkpoint engine of this package alone, whatever the precision
+    """
+    if (transport := generation.get("refit_transport")) is None or (only_ours and transport != ENGINE):
         return ""
     if transport != ENGINE:
         return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null, or to {ENGINE}"

@@ -49,6 +49,11 @@ def test_where_they_are_not_asked_for_nothing_is_said():
     [
         ({}, False, "this NeMo RL processes an engine's weights once more"),
         ({"policy.generation.refit_transport": "nccl"}, True, "refit_transport=nccl"),
+        (
+            REFIT_CLASS | {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg.enabled": False},
+            True,
+            "Fp8CheckpointEngine needs the block",
+        ),
         (REFIT_CLASS, True, "Fp8CheckpointEngine needs the block policy.generation.refit_cfg["),
         (
             REFIT_CLASS | {"policy.generation.refit_cfg": {refit_settings.ENGINE: {}}},

@@ -183,6 +183,24 @@ def test_a_receiver_that_lost_its_link_gets_the_version_again(make_sides):
     assert sides.policy.metrics.retries == 1
 
 
+def test_an_engine_that_does_not_come_is_named_with_the_key_of_the_wait(make_sides):
+    sides, weights = make_sides(timeout_seconds=0.5, retries=3), make_weights()
+    sides.policy.connect(sides.listener, [(7, "")])
+    sides.rollout = []
+    message = str(sides.refit(weights).policy_error)
+    assert (
+        "rollout rank 7 has not got the weights in 1 attempts: rollout rank 7 did not connect within 0.5 s" in message
+    )
+    assert message.endswith('Fp8CheckpointEngine"].timeout_seconds')
+
+
+def test_a_trainer_that_sends_nothing_is_named_with_the_key_of_the_wait(make_sides):
+    sides, weights = make_sides(timeout_seconds=1.0, retries=0), make_weights()
+    sides.refit(weights).check(weights)
+    with pytest.raises(RefitError, match=r"no message from .* within 1 s, .*\.timeout_seconds"):
+        next(sides.rollout[0].receive())
+
+
 def test_a_rank_without_receivers_reads_the_iterator(make_sides):
     sides = make_sides(rollout_ranks=0)
     stream = iter(make_weights().items())
