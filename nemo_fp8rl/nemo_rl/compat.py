@@ -1,7 +1,8 @@
-"""Differences between the supported versions of NeMo RL (v0.7.0 and main), and its needs of the environment.
+"""Differences between the supported versions of NeMo RL (v0.7.x and main), and its needs of the environment.
 
-No other module depends on the version, except `checkout`, which refuses unsupported ones. Call `prepare` before the
-first import of nemo_rl. This module itself imports neither NeMo RL nor torch.
+Each is decided by what is there, never by a version number: here by the imported modules, in `recipe.checkout` by the
+files of a checkout, before anything is imported; `interface_check` refuses what this package does not know. Call
+`prepare` before the first import of nemo_rl. This module itself imports neither NeMo RL nor torch.
 """
 
 import os
@@ -93,11 +94,6 @@ def _mask_transformers_version() -> Iterator[None]:
         yield
     finally:
         transformers.__version__ = real
-
-
-def engines_survive_fp8_refit(version: str) -> bool:
-    """Return whether FP8 weights stay valid after a refit of NeMo RL's engines: v0.7.0 processes them once more."""
-    return not version.startswith("0.7")
 
 
 def initial_save_state(grpo: ModuleType, loaded: Any) -> Any:

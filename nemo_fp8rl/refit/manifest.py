@@ -166,7 +166,7 @@ class Sources:
                     if common is not None:
                         missing -= math.prod(shape_of(common))
                         source = choice.choose(holders, source_part, domains[engine][sink])
-                        bands = _split_rows(part.cut(common), piece_bytes)
+                        bands = split_rows(part.cut(common), piece_bytes)
                         pieces.setdefault((source, sink), {}).setdefault(part.name, []).extend(bands)
                 if missing:
                     raise RefitError(
@@ -225,7 +225,7 @@ def cross_domain_share(routes: Sequence[Sequence[Route]], sources: Sequence[str]
     return leaving / total if total else 0.0
 
 
-def _split_rows(piece: TensorPart, limit: int) -> list[TensorPart]:
+def split_rows(piece: TensorPart, limit: int) -> list[TensorPart]:
     """Split the piece into bands of at most `limit` bytes; a band has at least one row, or one row of blocks."""
     if piece.nbytes <= limit or not piece.region:
         return [piece]

@@ -57,7 +57,7 @@ def build(name: str, folder: Path) -> dict[str, Any]:
     family, architecture, sizes = MODELS[name]
     AutoConfig.for_model(family, **COMMON | sizes, architectures=[architecture]).save_pretrained(folder / name)
     cfg = policy(quantization_ignored_layer_kws=WORDS)
-    choose_workers(cfg, LAYERS, "0.6.0")
+    choose_workers(cfg, LAYERS, survives_refit=True)
     arguments = EngineArgs(
         model=str(folder / name), skip_tokenizer_init=True, max_model_len=64, enforce_eager=True, load_format="dummy",
         hf_overrides=cfg["hf_config_overrides"],

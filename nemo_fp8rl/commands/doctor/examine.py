@@ -65,7 +65,7 @@ def examine(
         *check_batches(plan),
         *([] if other_format else check_memory(plan, gpu, memory)),
         *([] if other_format else check_hardware(plan, gpu)),
-        *check_workers(plan, recipe.checkout.version),
+        *check_workers(plan, recipe.checkout.engines_survive_fp8_refit),
         *(_check_fingerprints(plan) if fingerprint else ()),
     ]
     return Report(str(path), model, plan.shape.parameters, recipe.checkout.version, gpu, memory, findings)

@@ -21,17 +21,19 @@ from nemo_fp8rl.nemo_rl.stock.stock_limits import why_correction_unsupported, wh
 TOPIC = "workers"
 
 
-def check_workers(plan: Plan, version: str) -> Iterator[Finding]:
+def check_workers(plan: Plan, survives_refit: bool) -> Iterator[Finding]:
     """Yield findings by the functions that also build the workers; those of the package's workers load torch.
 
-    version: NeMo RL's version. Under `auto` a recipe may also be for NeMo RL without this package.
+    Under `auto` a recipe may also be for NeMo RL without this package.
+
+    survives_refit: as `Checkout.engines_survive_fp8_refit`
     """
     workers = plan.values["nemo_fp8rl"]["workers"]
     if refusal := _loop(plan):
         yield Finding("warn" if workers == "auto" else "error", TOPIC, f"`nemo-fp8rl nemo` refuses it: {refusal}")
     if workers == "ours":
         yield from _package_workers(plan, refusal)
-    elif refusal := _stock(plan, version):
+    elif refusal := _stock(plan, survives_refit):
         if workers == "auto":
             yield Finding("warn", TOPIC, f"nemo_fp8rl.workers=auto takes NeMo RL's own on GPUs and ends: {refusal}")
         else:
@@ -46,11 +48,11 @@ def _loop(plan: Plan) -> str:
     return ""
 
 
-def _stock(plan: Plan, version: str) -> str:
+def _stock(plan: Plan, survives_refit: bool) -> str:
     if refusal := why_correction_unsupported(plan.values):
         return refusal
     try:
-        refusal = why_policy_unsupported(plan.policy, version)
+        refusal = why_policy_unsupported(plan.policy, survives_refit)
         flow = read_precision(plan.policy).flow
     except UserError:
         return ""  # `check_agreement` reports it

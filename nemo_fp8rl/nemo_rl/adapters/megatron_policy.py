@@ -205,7 +205,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         if self.offloads:
             self.policy.offload_after_refit()
 
-    def prepare_refit_info(self) -> None:
+    def prepare_refit_info(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: trainer and engine agree on a manifest when they are linked (`refit.bridge`)."""
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Any]:

@@ -165,14 +165,14 @@ class VllmFp8Generation(GenerationInterface):
         """Do nothing: every refit drops the prefix cache before it commits (`generation.engine`)."""
         return True
 
-    def prepare_refit_info(self, state_dict_info: Any) -> None:
+    def prepare_refit_info(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: trainer and engine agree on a manifest when they are linked (`refit.bridge`)."""
 
-    def update_weights_via_ipc_zmq(self) -> list[Any]:
+    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Do nothing: the policy's half has done the whole refit, and raised if it failed."""
         return []
 
-    def update_weights_from_collective(self) -> list[Any]:
+    def update_weights_from_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
         return []
 
     def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.recipe import source_signatures
 
 NEMO_RL_SRC = "NEMO_RL_SRC"
 REPOSITORY = "https://github.com/NVIDIA-NeMo/RL"
-SUPPORTED = "0.7.x and main of August 2026 (which calls itself 0.6.0, as older commits of it do)"
-LIFECYCLE = "_weight_update_lifecycle"
 VERSION_PARTS = re.compile(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Checkout:
+    """A checkout of NeMo RL. What differs between versions is read from its files, never from its number.
+
+    version: for messages alone; its main calls itself 0.6.0
+    """
+
     root: Path
     version: str
 
@@ -30,6 +34,30 @@ class Checkout:
     @property
     def package(self) -> Path:
         return self.root / "nemo_rl"
+
+    @property
+    def engines_survive_fp8_refit(self) -> bool:
+        """Whether FP8 weights stay valid after a refit of its engines.
+
+        It is so where they refit in a lifecycle method, which `stock.vllm_worker` replaces; v0.7.x processes the
+        weights once more.
+        """
+        extension = source_signatures.find(
+            self.package / "models/generation/vllm/vllm_backend.py", "VllmInternalWorkerExtension"
+        )
+        return "_weight_update_lifecycle" in source_signatures.methods(extension)
+
+    @property
+    def takes_estimator_from_grpo(self) -> bool:
+        """Whether an absent grpo.adv_estimator means keys of the block grpo; later versions have defaults for it."""
+        config = source_signatures.find(self.package / "algorithms/grpo.py", "GRPOConfig")
+        return source_signatures.lacks_default(config, "adv_estimator")
+
+    @property
+    def has_checkpoint_engines(self) -> bool:
+        """Whether policy.generation.refit_transport may name a class, as `refit_transport.checkpoint_engine` is."""
+        path = self.package / "utils/checkpoint_engines/base.py"
+        return source_signatures.find(path, "CheckpointEngine") is not None
 
 
 def make_absolute() -> None:
@@ -44,7 +72,7 @@ def make_absolute() -> None:
 def find_checkout() -> Checkout:
     """Return the checkout that NEMO_RL_SRC names.
 
-    Raises: UserError if the variable is not set, names no checkout, or names one of an unsupported version
+    Raises: UserError if the variable is not set or names no checkout
     """
     if not (path := os.environ.get(NEMO_RL_SRC)):
         raise UserError(
@@ -60,19 +88,4 @@ def find_checkout() -> Checkout:
             f"{NEMO_RL_SRC}={path} is no checkout of NeMo RL, it lacks nemo_rl/package_info.py or examples/configs: "
             f"clone {REPOSITORY} (main or v0.7.0) and set {NEMO_RL_SRC} to that folder"
         )
-    version = ".".join(parts)
-    is_main = version == "0.6.0" and _has_refit_lifecycle(root)
-    if parts[:2] != ["0", "7"] and not is_main:
-        raise UserError(f"{NEMO_RL_SRC}={path} is NeMo RL {version}; supported are {SUPPORTED}")
-    return Checkout(root, version)
-
-
-def _has_refit_lifecycle(root: Path) -> bool:
-    """Return whether NeMo RL's engines refit in a lifecycle method, which `stock.vllm_worker` replaces.
-
-    An older main would process FP8 weights once more after each refit.
-    """
-    try:
-        return LIFECYCLE in (root / "nemo_rl/models/generation/vllm/vllm_backend.py").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
+    return Checkout(root, ".".join(parts))

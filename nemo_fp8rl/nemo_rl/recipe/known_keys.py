@@ -22,6 +22,7 @@ from typing import Any
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.checkout import Checkout
 from nemo_fp8rl.nemo_rl.recipe.precision import UNDECLARED_KEYS
+from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE
 
 ALGORITHM = "grpo"
 """The block that every example for GRPO has, in its own file or a parent's."""
@@ -31,6 +32,8 @@ ROOT_CLASS, ROOT_MODULE = "MasterConfig", "algorithms/grpo.py"
 """The class of GRPO; other algorithms have classes of the same name."""
 READ_BY_NAME = ("grpo", "loss_fn", "policy.megatron_cfg")
 """Blocks whose keys NeMo RL reads one by one; it passes other blocks whole to other libraries."""
+REFIT_CFG = "refit_cfg"
+"""The block with the settings of a refit, each transport's under the transport's name."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any"}
 
 
@@ -78,6 +81,8 @@ def read_known_keys(checkout: Checkout) -> KnownKey:
         node = known
         for part in path.split("."):
             node = node.add(part)
+    if REFIT_CFG in known.keys_of("policy.generation"):
+        known.keys_of("policy.generation")[REFIT_CFG].add(ENGINE).accepts_any = True  # `read_settings` checks its keys
     return known
 
 

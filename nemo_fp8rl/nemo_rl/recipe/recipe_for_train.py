@@ -150,7 +150,7 @@ def convert_keys_for_train(path: Path, recipe: Mapping[str, Any]) -> Config:
 def _defaults_of(recipe: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return NeMo RL's values of the keys that this block leaves out; v0.7.0 takes an absent estimator from grpo."""
     values = DEFAULTS[f"grpo.{name}"]
-    if name == "adv_estimator" and recipe["grpo"].get(name) is None and find_checkout().version.startswith("0.7"):
+    if name == "adv_estimator" and recipe["grpo"].get(name) is None and find_checkout().takes_estimator_from_grpo:
         keys = {"normalize_rewards": True, "use_leave_one_out_baseline": False}
         return {**values, **{key: recipe["grpo"].get(key, default) for key, default in keys.items()}}
     return values

@@ -15,6 +15,7 @@ from nemo_fp8rl.generation.vllm_sockets import shorten_default
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, completed_steps, finish_checkpoints, prepare
+from nemo_fp8rl.nemo_rl.interface_check import check_interface
 from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC
 from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
@@ -69,7 +70,8 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     if uses_package:
         require_token()
     else:
-        check_stock(recipe.values, recipe.checkout.version)
+        check_stock(recipe.values, recipe.checkout.engines_survive_fp8_refit)
+    check_interface(recipe.checkout, uses_package)
     grpo = prepare()
     master = load_master_config(grpo, path, overrides)
 

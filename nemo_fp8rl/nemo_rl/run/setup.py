@@ -159,6 +159,7 @@ def set_up_nemo_rl_workers(
 
     from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
     from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import watch_logger
+    from nemo_fp8rl.nemo_rl.refit_transport.reporting import report_refits
     from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache, policy_factory
 
     for name in PACKAGE_WORKER_KEYS:
@@ -172,11 +173,12 @@ def set_up_nemo_rl_workers(
         model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
         latent = getattr(model, "kv_lora_rank", None) is not None
         experts = any(getattr(model, name, None) for name in EXPERTS)
-        choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.version, latent)
+        choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.engines_survive_fp8_refit, latent)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )
     declare_kv_cache(generation, master.policy)
+    report_refits(policy, generation)
     watch_logger(*(logger, recipe.values, recipe.fp8rl, recipe.precision.flow, is_asynchronous(recipe.values), experts))
     try:
         yield LoopArguments(

@@ -35,10 +35,10 @@ class Fp8Stream:
     _build_refit_conversion_tasks: Callable[[], list[Any]]
     kv_scale_names: Sequence[str] = ()
 
-    def prepare_refit_info(self) -> Any:
+    def prepare_refit_info(self, *args: Any, **kwargs: Any) -> Any:
         """Return NeMo RL's info unchanged; every later refit must then bring the KV scales that the info names."""
         self.kv_scale_names = ()
-        info = super().prepare_refit_info()  # type: ignore[misc]
+        info = super().prepare_refit_info(*args, **kwargs)  # type: ignore[misc]
         self.kv_scale_names = [name for name in info if is_kv_scale(name)]
         return info
 

@@ -7,10 +7,10 @@ from typing import Any
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block
-from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.precision import VLLM_CFG, read_precision
+from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE, settings_of_recipe
 from nemo_fp8rl.nemo_rl.stock.layout_limits import why_batch_indivisible, why_layout_unsupported
 
 OR_PACKAGE_WORKERS = "or nemo_fp8rl.workers=ours"
@@ -24,10 +24,13 @@ LATENT_CACHE_UNSUPPORTED = (
 """Refusal of latent attention with an FP8 cache; the engine would refuse it only when both sides are loaded."""
 
 
-def check_stock(values: Mapping[str, Any], version: str) -> None:
-    """Raise UserError if NeMo RL of this version cannot run the resolved recipe `values` with its own workers."""
+def check_stock(values: Mapping[str, Any], survives_refit: bool) -> None:
+    """Raise UserError if NeMo RL cannot run the resolved recipe `values` with its own workers.
+
+    survives_refit: as `Checkout.engines_survive_fp8_refit`
+    """
     policy = values["policy"]
-    if refusal := why_correction_unsupported(values) or why_policy_unsupported(policy, version):
+    if refusal := why_correction_unsupported(values) or why_policy_unsupported(policy, survives_refit):
         raise UserError(refusal)
     megatron = at(values, "policy.megatron_cfg.enabled", False)  # a recipe for the other trainer keeps the block
     if megatron and (refusal := next(chain(why_layout_unsupported(values), why_batch_indivisible(values)), "")):
@@ -49,18 +52,19 @@ def why_correction_unsupported(values: Mapping[str, Any]) -> str:
     )
 
 
-def why_policy_unsupported(policy: Mapping[str, Any], version: str) -> str:
-    """Return why NeMo RL of this version cannot run the recipe's block `policy`; empty if it can.
+def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> str:
+    """Return why NeMo RL cannot run the recipe's block `policy`; empty if it can.
 
+    survives_refit: as `Checkout.engines_survive_fp8_refit`
     Raises: UserError if the precisions of trainer and engine do not agree
     """
     precision = read_precision(policy)
-    if precision.flow == "bf16":
-        return ""
-    if not engines_survive_fp8_refit(version):
+    if precision.flow == "bf16":  # then any transport of NeMo RL's does
+        return why_transport_unsupported(policy["generation"], only_ours=True)
+    if not survives_refit:
         return (
-            f"NeMo RL {version} processes an engine's weights once more after a refit, which FP8 ones do not survive: "
-            f"use its main, {OR_PACKAGE_WORKERS}"
+            "this NeMo RL processes an engine's weights once more after a refit, as v0.7.x does, and FP8 ones do not "
+            f"survive that: use its main, {OR_PACKAGE_WORKERS}"
         )
     if precision.fp8_param and (words := policy["generation"]["vllm_cfg"].get(IGNORED)):
         return (
@@ -74,8 +78,8 @@ def why_policy_unsupported(policy: Mapping[str, Any], version: str) -> str:
             f"policy.generation.vllm_kwargs.speculative_config.method={method}: FP8 on the wire carries no drafter's "
             f"weights; leave speculative_config out, {OR_PACKAGE_WORKERS}"
         )
-    if (transport := policy["generation"].get("refit_transport")) is not None:
-        return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null"
+    if refusal := why_transport_unsupported(policy["generation"]):
+        return refusal
     if at(policy, "draft.enabled", False):
         return (
             "policy.draft.enabled=true: FP8 on the wire carries no drafter's weights; set it to false, "
@@ -83,6 +87,27 @@ def why_policy_unsupported(policy: Mapping[str, Any], version: str) -> str:
         )
     if at(policy, "generation.vllm_kwargs.kv_cache_dtype", None) is not None:
         return "policy.generation.vllm_kwargs.kv_cache_dtype: say it in policy.generation.vllm_cfg.kv_cache_dtype"
+    return ""
+
+
+def why_transport_unsupported(generation: Mapping[str, Any], only_ours: bool = False) -> str:
+    """Return why the transport of a refit that the block policy.generation names carries no FP8; empty if it does.
+
+    only_ours: judge the checkpoint engine of this package alone, whatever the precision
+    """
+    if (transport := generation.get("refit_transport")) is None or (only_ours and transport != ENGINE):
+        return ""
+    if transport != ENGINE:
+        return f"policy.generation.refit_transport={transport} does not carry FP8: set it to null, or to {ENGINE}"
+    try:
+        settings_of_recipe(generation)
+    except UserError as error:
+        return str(error)
+    if is_colocated(generation):
+        return (
+            f"policy.generation.refit_transport={ENGINE}: NeMo RL has it for engines with GPUs of their own; set it to "
+            "null, or policy.generation.colocated.enabled=false"
+        )
     return ""
 
 

@@ -3,6 +3,7 @@
 `policy.generation.vllm_kwargs.worker_cls` names its class.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +62,8 @@ class Fp8Worker(Worker):
         self.prepare_refit_info = self.reload.set_refit_info
         self._load_weights = self.reload.load_batch
         self._weight_update_lifecycle = self.reload.lifecycle
+        if hasattr(self, "update_weights_from_checkpoint_engine"):
+            self.update_weights_from_checkpoint_engine = self.reload.load_from_checkpoint_engine
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         """Wake up and restore the scales of an FP8 cache, which vLLM resets to 1 (gpu_worker.py, 0.25)."""
@@ -69,7 +72,7 @@ class Fp8Worker(Worker):
 
 
 class _Reload:
-    """vLLM's layerwise reload, fed by the batches of a NeMo RL refit.
+    """vLLM's layerwise reload, fed by the batches of a NeMo RL refit, by whichever transport.
 
     missing:     names of NeMo RL's `state_dict_info` that this refit has not brought yet
     kv_scales:   scales of the last refit by name, for the FP8 KV cache
@@ -131,6 +134,26 @@ class _Reload:
         with set_current_vllm_config(self.worker.vllm_config), preserve_nonpersistent_buffers(model):
             initialize_layerwise_reload(model)
             yield finalize
+
+    def load_from_checkpoint_engine(self) -> bool:
+        """Load what NeMo RL's checkpoint engine brings, in place of NeMo RL's method, which knows no lifecycle.
+
+        A refit begins with the first batch. So an engine that yields nothing before it has verified everything, as
+        `refit_transport` does, leaves these weights as they are if its transfer fails.
+        """
+        return asyncio.run(self._load_from_checkpoint_engine())
+
+    async def _load_from_checkpoint_engine(self) -> bool:
+        batches = self.worker.checkpoint_engine.receive_weight_batches()
+        first = await anext(batches, None)
+        if first is None:
+            raise RuntimeError("the checkpoint engine brought no weights")
+        with self.lifecycle("checkpoint_engine") as finalize:
+            self.load_batch(first)
+            async for batch in batches:
+                self.load_batch(batch)
+            finalize()
+        return True
 
     def load_batch(self, weights: list[tuple[str, Tensor]]) -> None:
         """Copy a batch and load it.

@@ -31,7 +31,7 @@ E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
 """Variable that makes vLLM quantize weights again to power-of-two scales; with DeepGEMM it is set by default."""
 
 
-def choose_workers(policy: dict[str, Any], num_hidden_layers: int, version: str, latent: bool = False) -> None:
+def choose_workers(policy: dict[str, Any], num_hidden_layers: int, survives_refit: bool, latent: bool = False) -> None:
     """Change an FP8 `policy` block of NeMo RL so that the engine uses vLLM's own FP8, loaded by `Fp8Worker`.
 
     The engine's `precision` becomes bfloat16, so that NeMo RL does not patch vLLM. hf_config_overrides says what is
@@ -40,12 +40,12 @@ def choose_workers(policy: dict[str, Any], num_hidden_layers: int, version: str,
     vLLM's own, too (`declare_kv_cache`). A trainer in FP8 keeps the engine's first and last layers in bfloat16.
 
     num_hidden_layers:  layers of the model
-    version:            version of NeMo RL
+    survives_refit:     as `Checkout.engines_survive_fp8_refit`
     latent:             whether the model has latent attention
     Raises: UserError if the workers of this version cannot run the block
     """
     precision = read_precision(policy)
-    if refusal := why_policy_unsupported(policy, version):
+    if refusal := why_policy_unsupported(policy, survives_refit):
         raise UserError(refusal)
     if latent and precision.kv_fp8:
         raise UserError(LATENT_CACHE_UNSUPPORTED)

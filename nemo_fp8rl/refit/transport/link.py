@@ -32,9 +32,13 @@ class LinkError(RefitError):
     """The other side is gone or silent, or it sent something that is not a message."""
 
 
+TIMEOUT_KEY = "a share of cluster.engine_timeout_seconds"
+"""What sets the length of a wait, in the words of an error message."""
+
+
 def timeout_text(seconds: float) -> str:
     """Return the length of a wait for an error message, with the key that sets it."""
-    return f"{seconds:g} s, a share of cluster.engine_timeout_seconds"
+    return f"{seconds:g} s, {TIMEOUT_KEY}"
 
 
 class SendingEnd(Protocol):

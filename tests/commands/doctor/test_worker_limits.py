@@ -5,14 +5,17 @@ import pytest
 from nemo_fp8rl.commands.doctor.model_shapes import shape_of
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.commands.doctor.worker_limits import check_workers
+from nemo_fp8rl.nemo_rl.refit_transport import settings as refit_settings
 from tests.commands.doctor.conftest import ENGINE, TRAINER
 from tests.nemo_rl.recipe.test_config_from_recipe import master
+
+REFIT_CLASS = {"policy.generation.refit_transport": refit_settings.ENGINE}
 
 
 def said(model: str, **changes: object) -> list[tuple[str, str]]:
     values = master(None, **{"policy__model_name": model, **changes})
     values["nemo_fp8rl"] = {"workers": "ours", "align": "auto"} | values["nemo_fp8rl"]
-    return [(finding.level, finding.text) for finding in check_workers(Plan(values, shape_of(model)), "0.6.0")]
+    return [(finding.level, finding.text) for finding in check_workers(Plan(values, shape_of(model)), True)]
 
 
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"])
@@ -42,19 +45,30 @@ def test_where_they_are_not_asked_for_nothing_is_said():
 
 @pytest.mark.parametrize(("workers", "level"), [("auto", "warn"), ("nemo_rl", "error")])
 @pytest.mark.parametrize(
-    ("change", "version", "message"),
+    ("change", "survives_refit", "message"),
     [
-        ({}, "0.7.0", "NeMo RL 0.7.0 processes an engine's weights once more"),
-        ({"policy.generation.refit_transport": "nccl"}, "0.6.0", "refit_transport=nccl"),
+        ({}, False, "this NeMo RL processes an engine's weights once more"),
+        ({"policy.generation.refit_transport": "nccl"}, True, "refit_transport=nccl"),
+        (
+            REFIT_CLASS | {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg.enabled": False},
+            True,
+            "Fp8CheckpointEngine needs the block",
+        ),
+        (REFIT_CLASS, True, "Fp8CheckpointEngine needs the block policy.generation.refit_cfg["),
+        (
+            REFIT_CLASS | {"policy.generation.refit_cfg": {refit_settings.ENGINE: {}}},
+            True,
+            "NeMo RL has it for engines with GPUs of their own",
+        ),
         (
             {"policy.generation.vllm_kwargs": {"speculative_config": {"method": "mtp"}}},
-            "0.6.0",
+            True,
             "speculative_config.method=mtp: FP8 on the wire carries no drafter's weights",
         ),
-        ({"policy.draft": {"enabled": True}}, "0.6.0", "carries no drafter's weights; set it to false, or nemo_fp8rl."),
+        ({"policy.draft": {"enabled": True}}, True, "carries no drafter's weights; set it to false, or nemo_fp8rl."),
         (
             {"policy.generation.vllm_kwargs": {"kv_cache_dtype": "fp8"}},
-            "0.6.0",
+            True,
             "say it in policy.generation.vllm_cfg.kv_cache_dtype",
         ),
         (
@@ -62,30 +76,30 @@ def test_where_they_are_not_asked_for_nothing_is_said():
                 "nemo_fp8rl.correction": {"weight": "token", "normalize": True},
                 "loss_fn": {"use_importance_sampling_correction": False},
             },
-            "0.6.0",
+            True,
             "nemo_fp8rl.correction.normalize=true needs the whole batch",
         ),
         (
             {ENGINE + "num_first_layers_in_bf16": 20, TRAINER + "pipeline_model_parallel_size": 2},
-            "0.6.0",
+            True,
             "as a pipeline stage has, 16; lower them",
         ),
         (
             {TRAINER + "model_overrides": {"first_last_layers_bf16": True}},
-            "0.6.0",
+            True,
             "first_last_layers_bf16=True gives the trainer other bfloat16 layers",
         ),
     ],
 )
-def test_what_nemo_rls_own_do_not_take_is_named(plan, workers, level, change, version, message):
-    (finding,) = check_workers(plan(changes={"nemo_fp8rl.workers": workers} | change), version)
+def test_what_nemo_rls_own_do_not_take_is_named(plan, workers, level, change, survives_refit, message):
+    (finding,) = check_workers(plan(changes={"nemo_fp8rl.workers": workers} | change), survives_refit)
     assert finding.level == level and message in finding.text
 
 
 @pytest.mark.parametrize(("workers", "level"), [("auto", "warn"), ("nemo_rl", "error")])
 def test_what_no_loop_does_is_named(plan, workers, level):
     changes = {"nemo_fp8rl.workers": workers, "grpo.async_grpo": {"enabled": True}, "grpo.use_dynamic_sampling": True}
-    (finding,) = check_workers(plan(changes=changes), "0.6.0")
+    (finding,) = check_workers(plan(changes=changes), True)
     assert finding.level == level
     assert finding.text.startswith("`nemo-fp8rl nemo` refuses it: grpo.use_dynamic_sampling=true")
 
@@ -107,14 +121,14 @@ def test_what_no_loop_does_is_named(plan, workers, level):
     ],
 )
 def test_what_nemo_rls_set_up_would_refuse_is_named(plan, changes, message):
-    (finding,) = check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"} | changes), "0.6.0")
+    (finding,) = check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"} | changes), True)
     assert finding.level == "error" and message in finding.text
 
 
 def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan):
     bf16 = {ENGINE + "precision": "bfloat16", TRAINER + "fp8_cfg.enabled": False}
-    assert list(check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"}), "0.6.0")) == []
-    assert list(check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"} | bf16), "0.7.0")) == []
+    assert list(check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"}), True)) == []
+    assert list(check_workers(plan(changes={"nemo_fp8rl.workers": "nemo_rl"} | bf16), False)) == []
 
 
 @pytest.mark.parametrize(

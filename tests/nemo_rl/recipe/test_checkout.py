@@ -2,6 +2,7 @@
 
 import pytest
 
+from nemo_fp8rl.nemo_rl.recipe.checkout import Checkout
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from tests.nemo_rl.conftest import OF_MAIN, write
 from tests.nemo_rl.recipe.conftest import CHILD
@@ -22,21 +23,27 @@ def test_a_missing_checkout_is_explained_in_one_sentence(refusal, monkeypatch, t
     assert "nowhere is no checkout of NeMo RL" in refusal()
 
 
-@pytest.mark.parametrize(("version", "fits"), [((0, 7, 3), True), ((0, 6, 0), False), ((0, 8, 0), False)])
-def test_versions(checkout, recipe, refusal, version, fits):
+@pytest.mark.parametrize("version", [(0, 7, 3), (0, 6, 0), (0, 8, 0), (1, 12, 3)])
+def test_a_recipe_is_read_whatever_the_versions_number(checkout, recipe, version):
+    """What a version has decides (`interface_check`)."""
     parts = zip(("MAJOR", "MINOR", "PATCH"), version, strict=True)
     write(checkout / "nemo_rl/package_info.py", "\n".join(f"{name} = {part}" for name, part in parts))
-    if fits:
-        assert recipe().checkout.version == "0.7.3"
-    else:
-        assert f"is NeMo RL {'.'.join(map(str, version))}; supported are 0.7.x and main" in refusal()
+    assert recipe().checkout.version == ".".join(map(str, version))
 
 
-def test_main_calls_itself_0_6_0(main_checkout, recipe):
-    assert recipe().checkout.version == "0.6.0"
+def test_a_refit_lifecycle_keeps_fp8_weights_valid(main_checkout, recipe):
+    assert recipe().checkout.engines_survive_fp8_refit
 
 
-def test_a_main_without_the_refit_lifecycle_is_refused(main_checkout, refusal):
-    write(main_checkout / "nemo_rl/weight_sync/__init__.py", "")
+def test_without_a_refit_lifecycle_fp8_weights_are_processed_once_more(checkout, main_checkout, recipe):
     write(main_checkout / "nemo_rl/models/generation/vllm/vllm_backend.py", OF_MAIN.replace("_lifecycle", ""))
-    assert "is NeMo RL 0.6.0; supported are 0.7.x and main of August 2026" in refusal()
+    assert not recipe().checkout.engines_survive_fp8_refit
+
+
+def test_main_has_defaults_for_an_absent_estimator(checkout):
+    """v0.7.0 takes it from the block grpo; a config class that says nothing about it is neither."""
+    fields = {"": False, "    adv_estimator: NotRequired[A]\n": True, "    adv_estimator: A = A()\n": False}
+    for i, (field, expected) in enumerate(fields.items()):
+        root = checkout / str(i)
+        write(root / "nemo_rl/algorithms/grpo.py", f"class GRPOConfig:\n    seed: int\n{field}")
+        assert Checkout(root, "").takes_estimator_from_grpo == expected, field

@@ -153,7 +153,7 @@ def test_a_key_that_only_examples_have_is_refused(real_checkout, key, meant):
     said = f"NeMo RL's code never reads the key {key}, though an example of NeMo RL has it"
     with pytest.raises(UserError) as caught:
         read_recipe(RECIPE, [f"+{key}=4"])
-    if find_checkout().version == "0.7.0":  # which has neither the second nor what the first means
+    if find_checkout().version.startswith("0.7"):  # which has neither the second nor what the first means
         assert str(caught.value).startswith((said, f"unknown config key {key}"))
     else:
         assert str(caught.value).startswith(said) and meant in str(caught.value)

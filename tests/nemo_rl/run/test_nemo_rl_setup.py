@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from nemo_fp8rl.nemo_rl.compat import prepare
+from nemo_fp8rl.nemo_rl.recipe.checkout import Checkout
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from nemo_fp8rl.nemo_rl.run.master_config import load_master_config
 from nemo_fp8rl.nemo_rl.run.setup import set_up_nemo_rl_workers
-from nemo_fp8rl.nemo_rl.stock import stock_limits
 from nemo_fp8rl.nemo_rl.stock.fp8_stream import STREAM_KEY
 from nemo_fp8rl.nemo_rl.stock.worker_choice import ENGINE_WORKER, STOCK_WORKER, TRAINER_WORKER
 from tests.nemo_rl import runs
@@ -54,7 +54,7 @@ def set_up(tiny: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(grpo, "RayVirtualCluster", FakeCluster)
     monkeypatch.setattr(grpo, "VllmGeneration", FakeVllmGeneration)
     monkeypatch.setattr(lm_policy, "Policy", FakePolicy)
-    monkeypatch.setattr(stock_limits, "engines_survive_fp8_refit", lambda version: True)  # v0.7.0's setup is no other
+    monkeypatch.setattr(Checkout, "engines_survive_fp8_refit", True)  # v0.7.0's setup is no other
     monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, STOCK_WORKER, "python")
     monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, TRAINER_WORKER, "python")
 

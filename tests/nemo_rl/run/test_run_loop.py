@@ -53,7 +53,7 @@ def test_fp8_on_both_sides_keeps_the_mismatch_of_bf16_and_fp8_rollout_does_not(e
     assert max(mismatch["bf16"]) < 1.001
     assert max(mismatch["fp8_e2e"]) < 1.001
     assert min(mismatch["fp8_rollout"]) > max(*mismatch["bf16"], *mismatch["fp8_e2e"])
-    if find_checkout().version != "0.7.0":  # which has no place for what a refit says of itself
+    if not find_checkout().version.startswith("0.7"):  # which has no place for what a refit says of itself
         assert flows["bf16"]["refit/wire_over_bf16"][0] == 1
         assert flows["fp8_e2e"]["refit/wire_over_bf16"][0] < 0.505
 
@@ -140,7 +140,7 @@ def test_validation_a_reference_policy_and_nemo_rls_own_math_environment(warm, t
 def test_the_asynchronous_loop_one_step_off(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), *runs.ASYNC, "grpo.max_num_steps=2", "grpo.val_at_start=true"]
-    if find_checkout().version != "0.7.0":  # which has no default for it
+    if not find_checkout().version.startswith("0.7"):  # which has no default for it
         keys.append("~grpo.async_grpo.max_trajectory_age_steps")
     values = runs.run(logs, *keys)
     first, second = values["train/token_mult_prob_error"]
@@ -225,7 +225,7 @@ def test_a_mixture_in_the_layout_of_its_recipe(tmp_path):
     print(values["train/token_mult_prob_error"], values["train/reward"], values["train/grad_norm"])
     assert max(values["train/token_mult_prob_error"]) < 1.002
     assert min(values["train/grad_norm"]) > 0
-    if find_checkout().version != "0.7.0":
+    if not find_checkout().version.startswith("0.7"):
         assert values["refit/wire_over_bf16"][0] < 0.505
 
 

@@ -1,10 +1,13 @@
 """Print an engine's answers: built from an exported model, and fed by the trainer's stream through NeMo RL's extension.
 
-Usage: python -m tests.nemo_rl.stock.stock_engine FOLDER KV_CACHE_DTYPE; FOLDER has model_0, model_1, fp8_0 and fp8_1.
+Usage: python -m tests.nemo_rl.stock.stock_engine FOLDER KV_CACHE_DTYPE TRANSPORT
+FOLDER has model_0, model_1, fp8_0 and fp8_1; TRANSPORT is batches or checkpoint_engine.
 """
 
+import asyncio
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +26,14 @@ from nemo_fp8rl.fp8.kernels import load_emulation  # noqa: E402
 from nemo_fp8rl.generation import vllm_compat  # noqa: E402
 from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION  # noqa: E402
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader  # noqa: E402
+from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE  # noqa: E402
 from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache  # noqa: E402
 from tests.nemo_rl.built_models import use_emulated_fp8  # noqa: E402
 from tests.nemo_rl.stock.fake_trainer import KV_SCALES, StreamingWorker, policy  # noqa: E402
 
 EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
+SENDERS: list[Any] = []
+"""The trainer's side of the checkpoint engine."""
 if hasattr(VllmInternalWorkerExtension, "synchronize_device"):  # it is written for vLLM 0.25; the newest has its own
     del VllmInternalWorkerExtension.synchronize_device
 BATCH_SIZE = 3
@@ -66,10 +72,34 @@ def feed(worker: Any, stream: dict[str, Any], names: list[str] | None = None) ->
         finalize()
 
 
-def streamed(folder: Path, kv_cache_dtype: str) -> None:
+def feed_by_checkpoint_engine(worker: Any, stream: dict[str, Any]) -> None:
+    """Load the stream as NeMo RL's synchronizer does with our checkpoint engine; the sender is in a thread."""
+    from nemo_rl.utils.checkpoint_engines.base import create_checkpoint_engine
+
+    worker.prepare_refit_info({name: (tensor.shape, tensor.dtype) for name, tensor in stream.items()})
+    if getattr(worker, "checkpoint_engine", None) is None:
+        worker.init_checkpoint_engine(ENGINE, 1 << 20, {})
+        SENDERS.append(create_checkpoint_engine(ENGINE, bucket_size_bytes=1 << 20, engine_kwargs={}))
+        metadata = [SENDERS[0].prepare(), worker.prepare_checkpoint_engine()]
+        SENDERS[0].init_policy_process_group(worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata)
+        worker.init_checkpoint_engine_process_group(0, 1, 1, metadata)
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(lambda: asyncio.run(SENDERS[0].send_weights(iter(stream.items()))))
+        assert worker.update_weights_from_checkpoint_engine()
+        sent.result()
+    assert SENDERS[0].policy.metrics.whole == (SENDERS[0].policy.count == 1)  # every later version is a delta
+
+
+FEEDS = {
+    "batches": (EXTENSION, feed),
+    "checkpoint_engine": (f"{EXTENSION}WithCheckpointEngine", feed_by_checkpoint_engine),
+}
+
+
+def streamed(folder: Path, kv_cache_dtype: str, transport: str) -> None:
     """Print the answers of an engine after each refit; vLLM chooses the FP8 layers, emulated ones multiply."""
     cfg = policy(kv_cache_dtype=kv_cache_dtype)
-    choose_workers(cfg, 2, "0.6.0")
+    choose_workers(cfg, 2, survives_refit=True)
     kwargs = cfg["generation"]["vllm_kwargs"]
     trainer = SimpleNamespace(cfg=cfg["generation"])
     declare_kv_cache(trainer, cfg)
@@ -79,7 +109,7 @@ def streamed(folder: Path, kv_cache_dtype: str) -> None:
     use_emulated_fp8()
     llm = engine(
         folder / "model_0", hf_overrides=cfg["hf_config_overrides"], load_format="dummy",
-        worker_cls=kwargs["worker_cls"], worker_extension_cls=EXTENSION, **cache,
+        worker_cls=kwargs["worker_cls"], worker_extension_cls=FEEDS[transport][0], **cache,
     )  # fmt: skip
     for seed, factor in ((1, 1.0), (0, 1.3), (0, 1.0), (1, 1.0), (0, 1.0)):
         with CheckpointReader(folder / f"model_{seed}") as checkpoint:
@@ -87,7 +117,7 @@ def streamed(folder: Path, kv_cache_dtype: str) -> None:
         worker = StreamingWorker({**cfg, "generation": trainer.cfg}, weights)
         scales = {name: factor * scale for name, scale in kv_scales(seed).items()}
         stream = dict(worker._iter_params_with_optional_kv_scales(kv_scales=scales))
-        llm.collective_rpc(feed, args=(stream,))
+        llm.collective_rpc(FEEDS[transport][1], args=(stream,))
         refit = f"streamed_{seed}" if factor == 1 else "other_scales"
         print(f"{refit}\t{answers(llm)}", flush=True)
     without = {name: tensor for name, tensor in stream.items() if not name.endswith("o_proj.weight_scale_inv")}
@@ -123,7 +153,7 @@ if __name__ == "__main__":
         dict(zip(("q_scale", "k_scale", "v_scale"), KV_SCALES[i : i + 3], strict=True)) for i in (0, 3)
     ]
     folder, kv_cache_dtype = Path(sys.argv[1]), sys.argv[2]
-    streamed(folder, kv_cache_dtype)
+    streamed(folder, kv_cache_dtype, sys.argv[3])
     for seed in (0, 1):
         gc.collect()  # an engine ends its process groups when it is collected: before the next one makes its own
         fresh(folder, seed, kv_cache_dtype)

@@ -68,7 +68,7 @@ def worker(folder: Path, fp8_param: bool) -> Any:
     cfg = policy(kv_cache_dtype="fp8")
     cfg["generation"]["backend"] = "vllm"
     cfg["megatron_cfg"]["fp8_cfg"] |= {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": fp8_param}
-    choose_workers(cfg, 2, "0.6.0")
+    choose_workers(cfg, 2, survives_refit=True)
     provider = _merge_model_overrides(provider, cfg["megatron_cfg"]["model_overrides"])
     provider.fp8, provider.fp8_recipe, provider.fp8_param = "e4m3", "blockwise", fp8_param
     provider.finalize()

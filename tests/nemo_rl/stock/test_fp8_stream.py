@@ -16,7 +16,7 @@ from tests.nemo_rl.stock.fake_trainer import KV_SCALES, WEIGHT, StreamingWorker,
 
 def test_fp8_layers_stream_as_the_contracts_bytes():
     cfg = policy()
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     held = weights()
     streamed = dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales(conversion_tasks=None))
     expected = quantize_blockwise(held[WEIGHT], scale_format="pow2")
@@ -29,7 +29,7 @@ def test_fp8_layers_stream_as_the_contracts_bytes():
 def test_without_fp8_in_the_recipe_nothing_changes():
     cfg = policy(precision="bfloat16") | {"megatron_cfg": {"enabled": True}}
     before = repr(cfg)
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     held = weights()
     assert repr(cfg) == before
     assert dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales()) == held
@@ -38,7 +38,7 @@ def test_without_fp8_in_the_recipe_nothing_changes():
 @pytest.mark.parametrize(("name", "value"), [(WEIGHT, torch.nan), ("model.norm.weight", torch.inf)])
 def test_a_weight_that_is_not_finite_is_named(name, value):
     cfg = policy()
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     held = weights()
     held[name].view(-1)[5] = value
     with pytest.raises(NonFiniteError, match=name):
@@ -53,7 +53,7 @@ def fp8_export(scale_format: str) -> dict[str, Tensor]:
 
 def test_weights_stored_in_fp8_stream_unchanged():
     cfg = policy()
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     held = fp8_export("pow2")
     streamed = dict(StreamingWorker(cfg, held)._iter_params_with_optional_kv_scales())
     assert list(streamed) == list(held)
@@ -70,7 +70,7 @@ def test_weights_stored_in_fp8_stream_unchanged():
 )
 def test_fp8_that_is_not_finite_is_named(tensor, place, value, message):
     cfg = policy()
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     held = fp8_export("pow2")
     memory = held[tensor].view(torch.uint8) if tensor == WEIGHT else held[tensor]
     memory[place] = value
@@ -80,7 +80,7 @@ def test_fp8_that_is_not_finite_is_named(tensor, place, value, message):
 
 def test_scales_of_another_format_than_the_recipes_are_refused():
     cfg = policy()
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     message = rf"{WEIGHT}_scale_inv: the trainer's scales are no powers of two.* set .*FP32_SCALES='0'"
     with pytest.raises(RuntimeError, match=message):
         list(StreamingWorker(cfg, fp8_export("fp32"))._iter_params_with_optional_kv_scales())
@@ -88,7 +88,7 @@ def test_scales_of_another_format_than_the_recipes_are_refused():
 
 def streaming_kv_scales() -> StreamingWorker:
     cfg = policy(kv_cache_dtype="fp8")
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     engine = SimpleNamespace(cfg=cfg["generation"])
     declare_kv_cache(engine, cfg)
     return StreamingWorker({**cfg, "generation": engine.cfg}, weights())

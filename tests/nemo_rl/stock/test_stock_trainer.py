@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import Fp8Layers, quantize_blockwise, scale_name
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
-from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from tests.nemo_rl.runs import environment, needs_checkout
 from tests.nemo_rl.stock.fake_trainer import KV_SCALES
@@ -27,7 +26,7 @@ pytestmark = [
 @pytest.mark.parametrize("fp8_param", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_its_worker_announces_and_streams_the_contracts_bytes_and_the_calibrated_scales(family, fp8_param, tmp_path):
-    if not engines_survive_fp8_refit(find_checkout().version):
+    if not find_checkout().engines_survive_fp8_refit:
         pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
     write_model(tmp_path / "model", 0, family)
     command = [sys.executable, "-m", "tests.nemo_rl.stock.stock_trainer", str(tmp_path), *["fp8_param"] * fp8_param]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from nemo_fp8rl.commands.export import export
-from nemo_fp8rl.nemo_rl.compat import engines_survive_fp8_refit
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from tests.nemo_rl.runs import environment, needs_checkout
 from tests.nemo_rl.stock.fake_trainer import WEIGHT
@@ -49,6 +49,50 @@ def test_an_extension_without_the_replaced_methods_is_refused(missing):
     worker = type("Mixed", (vllm_worker.Fp8Worker, type("Extension", (), dict.fromkeys(names))), {})
     with pytest.raises(RuntimeError, match=rf"has no {missing}, .*workers=ours"):
         object.__new__(worker).load_model()
+
+
+class FakeEngine:
+    """A checkpoint engine that yields these batches, then raises this error."""
+
+    def __init__(self, batches: list, error: Exception | None = None) -> None:
+        self.batches, self.error = batches, error
+
+    async def receive_weight_batches(self):
+        for batch in self.batches:
+            yield batch
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_checkpoint_engine_begins_a_refit_with_its_first_batch(monkeypatch):
+    """One that fails before leaves the engine's weights; one that fails later, or ends early, spoils them."""
+    from nemo_fp8rl.nemo_rl.stock import vllm_worker
+
+    done = []
+    for name in ("forget_packed_experts", "initialize_layerwise_reload"):
+        monkeypatch.setattr(vllm_worker, name, lambda model, name=name: done.append(name))
+    monkeypatch.setattr(vllm_worker, "finalize_layerwise_reload", lambda model, config: done.append("finalize"))
+    for name in ("set_current_vllm_config", "preserve_nonpersistent_buffers"):
+        monkeypatch.setattr(vllm_worker, name, lambda value: nullcontext())
+    model = SimpleNamespace(load_weights=lambda weights: done.append(sorted(name for name, _ in weights)))
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(get_model=lambda: model), vllm_config=None, model_config=None,
+        state_dict_info={"a": None, "b": None},
+    )  # fmt: skip
+    reload, batches = vllm_worker._Reload(worker), [[("a", torch.ones(1))], [("b", torch.ones(1))]]
+    worker.checkpoint_engine = FakeEngine([], ConnectionError("the trainer is gone"))
+    with pytest.raises(ConnectionError):
+        reload.load_from_checkpoint_engine()
+    assert done == []
+    worker.checkpoint_engine = FakeEngine(batches)
+    assert reload.load_from_checkpoint_engine()
+    assert done == ["forget_packed_experts", "initialize_layerwise_reload", ["a"], ["b"], "finalize"]
+    worker.checkpoint_engine = FakeEngine(batches[:1])
+    with pytest.raises(RuntimeError, match="the refit ended without b"):
+        reload.load_from_checkpoint_engine()
+    worker.checkpoint_engine = FakeEngine(batches)
+    with pytest.raises(RuntimeError, match="holds a mixture of weights"):
+        reload.load_from_checkpoint_engine()
 
 
 class AttentionWithFp8Cache(torch.nn.Module):
@@ -132,21 +176,29 @@ def test_kv_scales_are_restored_after_a_wake_up(monkeypatch):
 
 @pytest.mark.nemo_rl
 @needs_checkout
-@pytest.mark.parametrize(("family", "kv_cache_dtype"), [("qwen3", "auto"), ("qwen3", "fp8"), ("qwen3_moe", "auto")])
-def test_a_streamed_engine_equals_a_fresh_one(family, kv_cache_dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype", "transport"),
+    [
+        ("qwen3", "auto", "batches"),
+        ("qwen3", "fp8", "batches"),
+        ("qwen3_moe", "auto", "batches"),
+        ("qwen3", "fp8", "checkpoint_engine"),
+    ],
+)
+def test_a_streamed_engine_equals_a_fresh_one(family, kv_cache_dtype, transport, tmp_path):
     """Again and again, in small batches whose memory is overwritten afterwards; tokens and log-probs of the exported
     model. One without scales is refused before it begins, and after one that ends early there is no other.
     """
     from nemo_fp8rl.commands.tiny_model import write_model
 
-    if not engines_survive_fp8_refit(find_checkout().version):
+    if not find_checkout().engines_survive_fp8_refit:
         pytest.skip("`nemo-fp8rl nemo` refuses FP8 between v0.7.0's own workers")
     if kv_cache_dtype == "fp8" and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
         pytest.skip("vLLM's FP8 KV cache needs a CPU with AVX-512 or AMX")
     for seed in (0, 1):
         write_model(tmp_path / f"model_{seed}", seed, family)
         export(tmp_path / f"model_{seed}", tmp_path / f"fp8_{seed}", "pow2", 1, 0, [])
-    command = [sys.executable, "-m", "tests.nemo_rl.stock.stock_engine", str(tmp_path), kv_cache_dtype]
+    command = [sys.executable, "-m", "tests.nemo_rl.stock.stock_engine", str(tmp_path), kv_cache_dtype, transport]
     variables = environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=variables, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -35,7 +35,7 @@ LAST = {"num_last_layers_in_bf16": 2}
 def test_a_trainer_in_fp8_has_the_engines_layers_in_bfloat16(vllm_cfg, given, expected):
     cfg = policy(**vllm_cfg)
     cfg["megatron_cfg"] = cfg["megatron_cfg"] | {"model_overrides": given}
-    choose_workers(cfg, num_hidden_layers=8, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=8, survives_refit=True)
     keys = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     layers = dict(zip(keys, expected, strict=True)) if expected else {}
     assert (cfg["megatron_cfg"]["model_overrides"] or {}) == (given or {}) | layers
@@ -44,7 +44,7 @@ def test_a_trainer_in_fp8_has_the_engines_layers_in_bfloat16(vllm_cfg, given, ex
 def test_a_trainer_in_bfloat16_is_left_as_it_is():
     cfg = policy()
     before = cfg["megatron_cfg"] = {"enabled": True}
-    choose_workers(cfg, num_hidden_layers=8, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=8, survives_refit=True)
     assert cfg["megatron_cfg"] is before
 
 
@@ -72,12 +72,12 @@ def test_bf16_layers_that_the_trainer_cannot_have_are_refused(vllm_cfg, megatron
     cfg = policy(**vllm_cfg)
     cfg["megatron_cfg"] = cfg["megatron_cfg"] | megatron
     with pytest.raises(UserError, match=message):
-        choose_workers(cfg, num_hidden_layers=8, version="0.6.0")
+        choose_workers(cfg, num_hidden_layers=8, survives_refit=True)
 
 
 def test_the_engine_is_vllms_own_fp8_with_our_worker():
     cfg = policy()
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     generation = cfg["generation"]
     layers = {"first": 1, "end": 2, "ignored": []}
     assert cfg[STREAM_KEY] == {"scale_format": "pow2", "fp8_layers": layers, "hf_config_overrides": {}}
@@ -96,17 +96,17 @@ def test_float32_scales_are_not_rounded_in_the_engine():
     words = {"pow2_weight_scaling_factors": False, "pow2_activation_scaling_factors": False}
     cfg = policy(**words, env_vars={"OTHER": "1"})
     cfg["megatron_cfg"] = cfg["megatron_cfg"] | {"env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}}
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     assert cfg["generation"]["vllm_cfg"]["env_vars"] == {"OTHER": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
     assert E8M0 in envs.environment_variables
     cfg = policy()
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     assert "env_vars" not in cfg["generation"]["vllm_cfg"]  # powers of two stay what they are
 
 
 def test_an_fp8_kv_cache_is_declared_after_the_engine_is_built():
     cfg = policy(kv_cache_dtype="fp8_e4m3")
-    choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+    choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
     generation = cfg["generation"]
     assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # or NeMo RL would ask for patches of vLLM
@@ -117,14 +117,14 @@ def test_an_fp8_kv_cache_is_declared_after_the_engine_is_built():
 
 def test_an_fp8_kv_cache_of_latent_attention_is_refused():
     with pytest.raises(UserError, match=r"no scales for latent attention .*set \S*kv_cache_dtype=auto"):
-        choose_workers(policy(kv_cache_dtype="fp8"), num_hidden_layers=2, version="0.6.0", latent=True)
-    choose_workers(cfg := policy(), num_hidden_layers=2, version="0.6.0", latent=True)
+        choose_workers(policy(kv_cache_dtype="fp8"), num_hidden_layers=2, survives_refit=True, latent=True)
+    choose_workers(cfg := policy(), num_hidden_layers=2, survives_refit=True, latent=True)
     assert STREAM_KEY in cfg
 
 
 def test_a_recipe_without_an_fp8_kv_cache_leaves_it_to_vllm():
     for cfg in (policy(), policy(precision="bfloat16") | {"megatron_cfg": {"enabled": True}}):
-        choose_workers(cfg, num_hidden_layers=2, version="0.6.0")
+        choose_workers(cfg, num_hidden_layers=2, survives_refit=True)
         assert "kv_cache_dtype" not in cfg["generation"]["vllm_kwargs"]
         engine = SimpleNamespace(cfg=cfg["generation"])
         declare_kv_cache(engine, cfg)
