@@ -119,6 +119,8 @@ def choose_transport(cfg: Config, policy: MegatronPolicy) -> Transport:
     in_one_process = in_one_process and not vllm_cfg.async_engine and vllm_cfg.tensor_parallel_size == 1
     if requested == "auto":
         return "in_process" if in_one_process else "nearest"
+    if requested == "nemo_rl":
+        raise UserError(f"{key}=nemo_rl: only NeMo RL's own workers have its transport; set it to auto")
     if requested == "in_process" and not in_one_process:
         raise UserError(f"{key}=in_process: trainer and engine run in processes of their own; set it to auto")
     if requested in ("shared_memory", "cuda_ipc") and not is_single_host(cfg):

@@ -19,10 +19,10 @@ class RefitConfig(Block):
     mode: Literal["auto", "full", "delta"] = "auto"
     """Send all bytes or those that changed. auto takes whichever took less time, and full with offload_between_phases,
     because deltas need a copy that stays. Engines end with the same bytes."""
-    transport: Literal["auto", "in_process", "shared_memory", "cuda_ipc", "nixl", "collective"] = "auto"
+    transport: Literal["auto", "in_process", "shared_memory", "cuda_ipc", "nixl", "collective", "nemo_rl"] = "auto"
     """Carrier of the bytes. auto is in_process where trainer and engine share a process; else it is chosen for each
     link: within a machine cuda_ipc for weights on GPUs and shared_memory for others, between machines collective
-    (gloo). nixl (RDMA) is never chosen by auto."""
+    (gloo). nixl (RDMA) is never chosen by auto. nemo_rl is for NeMo RL's own workers: its own transport."""
     bucket_bytes: Annotated[int, ABOVE_0] = 256 * 2**20
     """Bytes that travel at once, at most. Trainer and engine ranks hold two such buckets, shared by all their links."""
     verify: Literal["off", "digest", "full", False] = "digest"

@@ -31,7 +31,7 @@ RAY_GPU_PREFIX = "accelerator_type:"
 PACKAGE_WORKER_KEYS = tuple(
     field.name
     for field in fields_of(Fp8RlConfig)
-    if not field.marker(NemoRl) and field.name not in ("correction", "mismatch_alarm", "workers")
+    if not field.marker(NemoRl) and field.name not in ("correction", "mismatch_alarm", "refit", "workers")
 )
 """Keys of `nemo_fp8rl` that only the package's workers use; the others choose loss and precision."""
 
@@ -160,6 +160,7 @@ def set_up_nemo_rl_workers(
     from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
     from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import watch_logger
     from nemo_fp8rl.nemo_rl.refit_transport.reporting import report_refits
+    from nemo_fp8rl.nemo_rl.stock.refit_choice import choose_refit
     from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache, policy_factory
 
     for name in PACKAGE_WORKER_KEYS:
@@ -174,6 +175,9 @@ def set_up_nemo_rl_workers(
         latent = getattr(model, "kv_lora_rank", None) is not None
         experts = any(getattr(model, name, None) for name in EXPERTS)
         choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.engines_survive_fp8_refit, latent)
+        nodes, has_engines = recipe.values["cluster"]["num_nodes"], recipe.checkout.has_checkpoint_engines
+        carrier = choose_refit(master.policy, recipe.fp8rl.refit, nodes, has_engines)
+        print(f"nemo-fp8rl: {carrier}", flush=True)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )
