@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nemo_fp8rl.commands.doctor.alignment.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
-from nemo_fp8rl.commands.doctor.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.hardware import Gpu, check_hardware, gpu_by_name
 from nemo_fp8rl.commands.doctor.memory.phases import GIB, Memory, check_memory, memory_of
@@ -47,7 +47,7 @@ def examine(
     Raises: UserError for an unreadable recipe, an unknown model or GPU
     """
     gpu = gpu_by_name(gpu_name)
-    recipe = read_recipe(path, overrides)
+    recipe = read_recipe(path, overrides, needs_data=False)
     policy = recipe.values["policy"]
     model = str(policy["model_name"])
     if not at(policy, "megatron_cfg.enabled", False) or policy["generation"].get("backend") != "vllm":

@@ -6,7 +6,8 @@ from math import prod
 import pytest
 
 from nemo_fp8rl.commands.doctor.known_models import KNOWN_MODELS
-from nemo_fp8rl.commands.doctor.model_shapes import from_config, shape_of
+from nemo_fp8rl.commands.doctor.model_shapes import shape_of
+from nemo_fp8rl.commands.doctor.models.read_config import from_config
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.model_config import read_hf_config
