@@ -1,9 +1,9 @@
 """Sizes of released models, those of NeMo RL's recipes among them: what the doctor reads of their config.json.
 
 The table serves where a model's config.json is not on this machine; `model_shapes.config_of` prefers the file.
-Source: huggingface.co/<name>/blob/main/config.json; for the newer families as transformers' configuration classes (their
-defaults are those of a released model) and Megatron Bridge's providers repeat it. The tests compare the parameters with
-the published counts.
+Source: huggingface.co/<name>/blob/main/config.json; for newer families as transformers' configuration classes (whose
+defaults are a released model's) and Megatron Bridge's providers repeat it. The tests compare the parameters with the
+published counts.
 """
 
 import itertools

@@ -75,8 +75,8 @@ def _why_not_streamed(plan: Plan) -> str:
         return ""
     if names.root != names.engine_root:
         return (
-            f"FP8 on the wire compares layers by name, and of this family they are {names.root}layers in the checkpoint "
-            f"and {names.engine_root}layers in vLLM: set {ENGINE}.precision=bfloat16, or run it by NeMo RL alone"
+            f"FP8 on the wire compares layers by name, and this family's are {names.root}layers in the checkpoint and "
+            f"{names.engine_root}layers in vLLM: set {ENGINE}.precision=bfloat16, or run it by NeMo RL alone"
         )
     weights = (weight for i in range(plan.shape.layers) for weight in plan.shape.layer(i))
     differ = [weight.name for weight in weights if plan.is_fp8_in_engine(weight) != plan.is_fp8_on_the_wire(weight)]
@@ -84,8 +84,8 @@ def _why_not_streamed(plan: Plan) -> str:
         return ""
     words = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in differ)
     return (
-        f"FP8 on the wire leaves {', '.join(words)} in bfloat16, and vLLM holds them in FP8: add these words to "
-        f"{ENGINE}.quantization_ignored_layer_kws"
+        f"vLLM and FP8 on the wire differ in whether {', '.join(words)} are FP8: add these words to {ENGINE}."
+        "quantization_ignored_layer_kws"
     )
 
 

@@ -139,8 +139,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), needs_data: boo
     check_known(nemo_rl_keys, known, checkout.version)
     _check_package_keys(package_keys)
     if not needs_data:
-        for block in (block for block in DATA_BLOCKS if block in nemo_rl_keys):
-            tree[block] = _name_unset_variables(nemo_rl_keys[block])
+        for name in (name for name in DATA_BLOCKS if name in nemo_rl_keys):
+            tree[name] = _name_unset_variables(nemo_rl_keys[name])
     with yaml_errors_as_user_error(str(path)):
         tree = OmegaConf.merge({BLOCK: defaults(Fp8RlConfig, package_keys)}, tree)
         values: Any = OmegaConf.to_container(tree, resolve=True)

@@ -9,8 +9,8 @@ names of HF checkpoints, within the module of their part. Sources, for names, si
 - latent attention: https://arxiv.org/abs/2405.04434, section 2.1; its indexer: transformers' modeling_glm_moe_dsa.py
 - attention with sinks and a window, and biases of experts: transformers' modeling_gpt_oss.py
 
-What a token leaves for the backward is counted as in section 4.1 of https://arxiv.org/abs/2205.05198, for attention that
-does not keep its scores; of a recurrence it is an estimate: its projections, what the convolution and the scan return.
+What a token leaves for the backward is counted as in section 4.1 of https://arxiv.org/abs/2205.05198, for attention
+that does not keep its scores; of a recurrence it is an estimate: its projections, what convolution and scan return.
 """
 
 from collections.abc import Callable, Iterator
@@ -196,7 +196,7 @@ def _mixture_kept(s: Sizes, tensor: int) -> float:
 
 
 def expert_kept(s: Sizes, expert_tensor: int) -> float:
-    """Return the values that a token leaves on a rank for the backward of one expert, its inputs and outputs among them."""
+    """Return the values that a token leaves on a rank for the backward of one expert, with its input and output."""
     return 2 * (s.expert_hidden or s.hidden) + _matrices(s) * s.expert_intermediate / expert_tensor
 
 

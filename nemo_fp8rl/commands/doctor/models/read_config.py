@@ -62,8 +62,8 @@ def from_config(raw: dict[str, Any], source: str) -> Shape:
     family = str(blocks[-1].get("model_type") or raw.get("model_type"))
     if (read := READERS.get(family)) is None:
         raise UserError(
-            f"{source}: the doctor does not know model_type {short_repr(blocks[-1].get('model_type'))}; it knows Llama, "
-            "Qwen (Omni, VL and 3.5 too), DeepSeek, GLM-5, Nemotron-H and gpt-oss"
+            f"{source}: the doctor does not know model_type {short_repr(blocks[-1].get('model_type'))}; it knows "
+            "Llama, Qwen (Omni, VL and 3.5 too), DeepSeek, GLM-5, Nemotron-H and gpt-oss"
         )
     enclosing = next((block for block in reversed(blocks[:-1]) if "tie_word_embeddings" in block), blocks[-1])
     config = _Config(blocks[-1], source)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nemo_fp8rl.commands.doctor.models.layer_kinds import LAYER_KINDS
 from nemo_fp8rl.commands.doctor.models.sizes import Sizes, Weight
@@ -31,8 +32,12 @@ class Shape(Sizes):
         norm = Weight(f"{self.names.root}{self.names.norm}.weight", self.hidden, 1)
         return [norm] if self.tied else [norm, Weight("lm_head.weight", self.vocab, self.hidden, "rows")]
 
-    def layer(self, index: int) -> list[Weight]:
-        return list(self._layer(f"{self.names.root}layers.{index}.", self.parts[index]))
+    def layer(self, index: int) -> tuple[Weight, ...]:
+        return self._layers[index]
+
+    @cached_property
+    def _layers(self) -> list[tuple[Weight, ...]]:
+        return [tuple(self._layer(f"{self.names.root}layers.{i}.", parts)) for i, parts in enumerate(self.parts)]
 
     def _layer(self, layer: str, parts: tuple[str, ...]) -> Iterator[Weight]:
         yield from (Weight(f"{layer}{norm}.weight", self.hidden, 1) for norm in self.names.norms)
