@@ -141,8 +141,9 @@ NEMOTRON_3_SUPER = _nemotron_h(
     n_shared_experts=1, moe_shared_expert_intermediate_size=5376, moe_latent_size=1024,
 )  # fmt: skip
 ENCODERS: dict[str, Any] = {"vision_config": {}, "audio_config": {}}
-QWEN2_5_OMNI = {"3B": QWEN2_3B | {"tie_word_embeddings": False}, "7B": QWEN2_7B}
-QWEN3_OMNI = {**QWEN3_MOE["30B-A3B"], "vocab_size": 152064}
+OMNI = ENCODERS | {"model_type": "qwen2_5_omni_text"}
+QWEN2_5_OMNI = {"3B": QWEN2_3B | OMNI | {"tie_word_embeddings": False}, "7B": QWEN2_7B | OMNI}
+QWEN3_OMNI = QWEN3_MOE["30B-A3B"] | ENCODERS | {"model_type": "qwen3_omni_moe_text", "vocab_size": 152064}
 
 DEEPSEEK_GUIDE = "Follow instructions in https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/deepseek.md"
 """The model_name of NeMo RL's recipes for DeepSeek-V3: that guide makes the bfloat16 checkpoint of this one model."""
@@ -244,9 +245,9 @@ ROWS: tuple[tuple[str, dict[str, Any], int], ...] = (
         NEMOTRON_3_NANO | {"vision_config": {}, "sound_config": {}},
         262144,
     ),
-    ("Qwen/Qwen2.5-VL-3B-Instruct", QWEN2_3B | {"vision_config": {}}, 128000),
-    *((f"Qwen/Qwen2.5-Omni-{size}", sizes | ENCODERS, 32768) for size, sizes in QWEN2_5_OMNI.items()),
-    ("Qwen/Qwen3-Omni-30B-A3B-Instruct", QWEN3_OMNI | ENCODERS, 65536),
+    ("Qwen/Qwen2.5-VL-3B-Instruct", QWEN2_3B | {"model_type": "qwen2_5_vl", "vision_config": {}}, 128000),
+    *((f"Qwen/Qwen2.5-Omni-{size}", sizes, 32768) for size, sizes in QWEN2_5_OMNI.items()),
+    ("Qwen/Qwen3-Omni-30B-A3B-Instruct", QWEN3_OMNI, 65536),
 )
 """(names, with braces as in a shell; sizes; max_position_embeddings)."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.commands.doctor.examine import examine
+from nemo_fp8rl.commands.doctor.known_models import DEEPSEEK_GUIDE
 from nemo_fp8rl.common.errors import UserError
 from tests.nemo_rl.conftest import checkout, real_checkout, write  # noqa: F401
 
@@ -42,6 +43,15 @@ def test_another_trainer(capsys, checkout):  # noqa: F811
     code, _, err = doctor(capsys, path, "policy.megatron_cfg.enabled=false")
     assert code == 2
     assert "the doctor knows Megatron trainers" in err
+
+
+def test_the_sentence_in_the_place_of_deepseeks_name_is_called_that(capsys, checkout):  # noqa: F811
+    path = checkout / "examples/configs/grpo.yaml"
+    _, out, _ = doctor(capsys, path, f"policy.model_name='{DEEPSEEK_GUIDE}'", "--json")
+    report = json.loads(out)
+    assert report["parameters"] == 671_026_419_200
+    (finding,) = (finding for finding in report["findings"] if finding["topic"] == "model")
+    assert finding["level"] == "warn" and "set it to the folder it speaks of" in finding["text"]
 
 
 def test_torch_is_not_loaded():

@@ -66,6 +66,7 @@ def test_layers_of_each_kind_as_the_model_cards_say(model, counts):
         (NANO, ["backbone.layers.1.norm.weight", "backbone.layers.1.mixer.gate.e_score_correction_bias"]),
         (SUPER, ["backbone.layers.1.mixer.fc1_latent_proj.weight", "lm_head.weight", "backbone.norm_f.weight"]),
         (GLM, ["model.layers.0.self_attn.indexer.wq_b.weight", "model.layers.3.mlp.shared_experts.up_proj.weight"]),
+        ("Qwen/Qwen2.5-Omni-7B", ["thinker.model.layers.0.self_attn.q_proj.bias"]),
         (OSS, ["model.layers.0.self_attn.sinks", "model.layers.0.mlp.router.bias"]),
     ],
 )
@@ -264,6 +265,16 @@ def test_what_is_no_whole_block_is_named(plan, model, changes, message):
             DENSE,
             IGNORED,
             "this family's are model.language_model.layers in the checkpoint and language_model.model.lay",
+        ),
+        (
+            "Qwen/Qwen2.5-VL-3B-Instruct",
+            {},
+            "are model.layers in the checkpoint and language_model.model.layers in vLLM",
+        ),
+        (
+            "Qwen/Qwen2.5-Omni-7B",
+            {},
+            "are thinker.model.layers in the checkpoint and language_model.model.layers in vLLM",
         ),
         (SUPER, {}, "this family's are backbone.layers in the checkpoint and model.layers in vLLM"),
         (V3, {}, "differ in whether kv_a_proj_with_mqa are FP8: add these words to policy.generation.vllm_cfg.quant"),

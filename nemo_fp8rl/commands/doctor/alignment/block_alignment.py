@@ -53,13 +53,17 @@ def _side(plan: Plan, side: str) -> Iterator[Finding]:
     reported = set()
     for layer in range(plan.shape.layers):
         for weight in plan.shape.layer(layer):
-            is_fp8 = plan.is_fp8_in_engine(weight)
-            if side == "trainer" and not (is_fp8 is False and weight.name.endswith(LAST_ROWS)):
-                is_fp8 = plan.is_fp8_in_trainer(weight)
             kind = weight.name.partition(".layers.")[2].partition(".")[2]
-            if is_fp8 and kind not in reported:
+            if kind not in reported and _is_fp8(plan, side, weight):
                 reported.add(kind)
                 yield from _weight(plan, side, weight, kind.removesuffix(".weight"))
+
+
+def _is_fp8(plan: Plan, side: str, weight: Weight) -> bool:
+    in_engine = plan.is_fp8_in_engine(weight)
+    if side == "engine" or (weight.name.endswith(LAST_ROWS) and not in_engine):
+        return in_engine
+    return plan.is_fp8_in_trainer(weight)
 
 
 def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Finding]:

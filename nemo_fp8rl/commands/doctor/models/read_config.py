@@ -18,7 +18,7 @@ DECODERS = ("thinker_config", "text_config", "llm_config")
 ENCODERS = ("vision_config", "audio_config", "sound_config")
 QWEN3_5 = Names(root="model.language_model.", engine_root="language_model.model.", shared="shared_expert")
 NEMOTRON_H = Names(
-    root="backbone.", embedding="embeddings", norm="norm_f", norms=("norm",), modules=(), shared="shared_experts"
+    root="backbone.", embedding="embeddings", norm="norm_f", norms=("norm",), module="mixer", others=()
 )  # fmt: skip
 GPT_OSS = Names(router="router", router_bias="bias")
 PATTERN = {"M": "mamba", "E": "mixture", "*": "attention", "-": "mlp"}
@@ -111,7 +111,15 @@ def _classic(config: _Config, common: dict[str, Any], family: str) -> Shape:
         experts=experts,
         experts_per_token=config.of("num_experts_per_tok") if mixture else 0,
         expert_intermediate=config.of("moe_intermediate_size") if mixture else 0,
+        names=Names() if family in FAMILIES else Names(root=_root(family), engine_root="language_model.model."),
     )
+
+
+def _root(family: str) -> str:
+    """Return what precedes `layers` in the checkpoint of one of Qwen's models with encoders."""
+    if "omni" in family:
+        return "thinker.model."
+    return "model.language_model." if family.startswith("qwen3_vl") else "model."
 
 
 def _latent(config: _Config, common: dict[str, Any], family: str) -> Shape:

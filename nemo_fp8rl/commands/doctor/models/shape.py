@@ -42,5 +42,5 @@ class Shape(Sizes):
     def _layer(self, layer: str, parts: tuple[str, ...]) -> Iterator[Weight]:
         yield from (Weight(f"{layer}{norm}.weight", self.hidden, 1) for norm in self.names.norms)
         for part in parts:
-            module = f"{layer}{self.names.module(part)}."
+            module = f"{layer}{self.names.module_of(part)}."
             yield from (replace(weight, name=module + weight.name) for weight in LAYER_KINDS[part].weights(self))

@@ -40,7 +40,8 @@ class Names:
     root:         what precedes `layers.N.`
     engine_root:  the same in vLLM
     norms:        the norms of a layer, one before each of its parts
-    modules:      part of a layer -> its module
+    module:       the module of a part of a layer
+    others:       part -> its module, if it has another
     router:       the module of a mixture that chooses the experts
     router_bias:  its bias
     shared:       the module of a mixture that every token passes
@@ -51,13 +52,14 @@ class Names:
     embedding: str = "embed_tokens"
     norm: str = "norm"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    modules: tuple[tuple[str, str], ...] = (("gated_delta_net", "linear_attn"), ("mlp", "mlp"), ("mixture", "mlp"))
+    module: str = "self_attn"
+    others: tuple[tuple[str, str], ...] = (("gated_delta_net", "linear_attn"), ("mlp", "mlp"), ("mixture", "mlp"))
     router: str = "gate"
     router_bias: str = "e_score_correction_bias"
     shared: str = "shared_experts"
 
-    def module(self, part: str) -> str:
-        return dict(self.modules).get(part, "self_attn" if len(self.norms) > 1 else "mixer")
+    def module_of(self, part: str) -> str:
+        return dict(self.others).get(part, self.module)
 
 
 @dataclass(frozen=True)
