@@ -59,7 +59,7 @@ def test_ranks_have_the_bits_of_a_tensor_parallel_engine(tmp_path, count, flow):
         worker = MegatronWorker()
         worker.setup(load(RECIPES / "tiny_cpu.yaml", base), 0, 1, None)
         alone = worker.logprobs(batch)[inside]
-        plain, fp8 = dense_layers.linears()[1], dense_layers.fp8_linears("pow2")[1]
+        plain, fp8 = dense_layers.linears()[1], dense_layers.fp8_linears("pow2", ())[1]
         with (
             mock.patch.object(plain, "matmul", in_parts(plain.matmul, count)),
             mock.patch.object(fp8, "matmul", in_parts(fp8.matmul, count)),

@@ -108,8 +108,16 @@ def test_fingerprints_compare_the_calls_of_both_sides(recipe, patch):
 @pytest.mark.parametrize(
     ("head_dim", "key", "message"),
     [
-        (64, "nemo_fp8rl.flow=bf16", r"tiles depend on the batch for heads of 64 values.*leave attention_backend out"),
-        (128, f"{ENGINE}.kv_cache_dtype=fp8", r"kv_cache_dtype=fp8 .* in FP8 .*leave attention_backend out"),
+        (
+            64,
+            "nemo_fp8rl.flow=bf16",
+            r"tiles depend on the batch for heads of 64 values.*set policy.generation.vllm_cfg.attention_backend=null",
+        ),
+        (
+            128,
+            f"{ENGINE}.kv_cache_dtype=fp8",
+            r"kv_cache_dtype=fp8 .* in FP8 .*set policy.generation.vllm_cfg.attention_backend=null",
+        ),
         (128, f"{ENGINE}.attention_backend=FLASHINFER", "FLASHINFER: attention by a backend of vLLM is not aligned on"),
     ],
 )
@@ -125,9 +133,7 @@ def test_a_machine_without_it_is_refused(monkeypatch):
     fake_flash_attention.install(monkeypatch)
     flash_attention.check_machine()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    missing = (
-        r"attention_backend=FLASH_ATTN with .*neither in vllm\.vllm_flash_attn nor in .*leave attention_backend out"
-    )
+    missing = r"attention_backend=FLASH_ATTN with .*neither in vllm\.vllm_flash_attn nor in .*set policy.generation.vllm_cfg.attention_backend=null"
     with pytest.raises(UserError, match=missing):
         flash_attention.check_machine()
     for package in ("vllm.vllm_flash_attn", "flash_attn_interface"):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from nemo_fp8rl.commands.doctor.model_shapes import from_config
+from nemo_fp8rl.commands.doctor.models.read_config import from_config
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.vllm_version import vllm_version

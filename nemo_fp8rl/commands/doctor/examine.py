@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nemo_fp8rl.commands.doctor.alignment.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
-from nemo_fp8rl.commands.doctor.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.hardware import Gpu, check_hardware, gpu_by_name
+from nemo_fp8rl.commands.doctor.known_models import DEEPSEEK_GUIDE
 from nemo_fp8rl.commands.doctor.memory.phases import GIB, Memory, check_memory, memory_of
 from nemo_fp8rl.commands.doctor.model_shapes import shape_of
 from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement, check_format
@@ -47,7 +48,7 @@ def examine(
     Raises: UserError for an unreadable recipe, an unknown model or GPU
     """
     gpu = gpu_by_name(gpu_name)
-    recipe = read_recipe(path, overrides)
+    recipe = read_recipe(path, overrides, needs_data=False)
     policy = recipe.values["policy"]
     model = str(policy["model_name"])
     if not at(policy, "megatron_cfg.enabled", False) or policy["generation"].get("backend") != "vllm":
@@ -60,6 +61,7 @@ def examine(
     other_format = check_format(plan)
     memory = Memory() if other_format else memory_of(plan, gpu)
     findings = [
+        *_check_name(model),
         *(other_format or check_agreement(plan)),
         *check_alignment(plan),
         *check_batches(plan),
@@ -69,6 +71,14 @@ def examine(
         *(_check_fingerprints(plan) if fingerprint else ()),
     ]
     return Report(str(path), model, plan.shape.parameters, recipe.checkout.version, gpu, memory, findings)
+
+
+def _check_name(model: str) -> Iterator[Finding]:
+    if model == DEEPSEEK_GUIDE:
+        text = (
+            "policy.model_name is a sentence on DeepSeek-V3, whose sizes stand here; set it to the folder it speaks of"
+        )
+        yield Finding("warn", "model", text)
 
 
 def _check_fingerprints(plan: Plan) -> Iterator[Finding]:

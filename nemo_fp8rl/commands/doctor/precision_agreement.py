@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, Plan
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.fp8.layers import LAYER
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import why_corrections_conflict
@@ -61,7 +62,7 @@ def _layers(plan: Plan) -> Iterator[Finding]:
     differ = [w.name for w in weights if plan.is_fp8_in_trainer(w) and not plan.is_fp8_in_engine(w)]
     if differ:
         kinds = list(dict.fromkeys(re.sub(r".*?\.\d+\.", "", name).removesuffix(".weight") for name in differ))
-        layers = sorted({int(name.split(".")[2]) for name in differ})
+        layers = sorted({int(number[1]) for name in differ if (number := LAYER.search(name))})
         yield Finding(
             "warn",
             TOPIC,

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nemo_fp8rl.commands.doctor.model_shapes import Shape, Weight
-from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers
+from nemo_fp8rl.commands.doctor.models.shape import Shape
+from nemo_fp8rl.commands.doctor.models.sizes import Weight
+from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers, fused_projections
 from nemo_fp8rl.hf.divisibility import pipeline_stages
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.precision import engine_fp8_layers
@@ -156,10 +157,14 @@ class Plan:
         return engine_fp8_layers(self.vllm, self.shape.layers)
 
     def is_fp8_in_engine(self, weight: Weight) -> bool:
-        """Return whether vLLM's blockwise method quantizes a weight: projections, with kv_a_proj_with_mqa."""
-        name = weight.name.replace("kv_a_proj_with_mqa", "kv_a_proj")
-        ignored = any(word in weight.name for word in self.engine_layers.ignored_words)
-        return weight.linear and not ignored and self.engine_layers.quantizes(name)
+        """Return whether vLLM's blockwise method quantizes a weight: every linear that no ignored word names."""
+        names = (weight.name, *fused_projections(weight.name))
+        ignored = any(word in name for word in self.engine_layers.ignored_words for name in names)
+        return weight.linear and not ignored and self._is_in_fp8_layer(weight)
+
+    def is_fp8_on_the_wire(self, weight: Weight) -> bool:
+        """Return whether `nemo_rl/stock/fp8_stream.py` quantizes a weight."""
+        return self.engine_layers.quantizes(weight.name)
 
     def is_fp8_in_trainer(self, weight: Weight) -> bool:
         """Return whether the trainer holds a weight in FP8.
@@ -168,8 +173,11 @@ class Plan:
         """
         if self.uses_package_workers:
             return self.trainer_fp8 and self.is_fp8_in_engine(weight)
+        return self.trainer_fp8 and weight.linear and self._is_in_fp8_layer(weight)
+
+    def _is_in_fp8_layer(self, weight: Weight) -> bool:
         layer = LAYER.search(weight.name)
-        return self.trainer_fp8 and weight.linear and layer is not None and int(layer[1]) in self.engine_layers
+        return layer is not None and int(layer[1]) in self.engine_layers
 
     # Batches
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nemo_fp8rl.commands.doctor.finding import Finding
-from nemo_fp8rl.commands.doctor.recipe_plan import Plan
+from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, Plan
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.model_config import FAMILIES, HfConfig, read_hf_config
 from nemo_fp8rl.hf.shared_operations import check_shared_operations
 from nemo_fp8rl.nemo_rl.recipe.keys import describe_ignored_values
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
@@ -32,7 +32,7 @@ def check_workers(plan: Plan, survives_refit: bool) -> Iterator[Finding]:
     if refusal := _loop(plan):
         yield Finding("warn" if workers == "auto" else "error", TOPIC, f"`nemo-fp8rl nemo` refuses it: {refusal}")
     if workers == "ours":
-        yield from _package_workers(plan, refusal)
+        yield from _package_workers(plan, survives_refit, refusal)
     elif refusal := _stock(plan, survives_refit):
         if workers == "auto":
             yield Finding("warn", TOPIC, f"nemo_fp8rl.workers=auto takes NeMo RL's own on GPUs and ends: {refusal}")
@@ -56,23 +56,59 @@ def _stock(plan: Plan, survives_refit: bool) -> str:
         flow = read_precision(plan.policy).flow
     except UserError:
         return ""  # `check_agreement` reports it
-    if refusal or flow != "fp8_e2e":
+    if refusal := refusal or _why_not_streamed(plan):
         return refusal
     try:
-        add_bf16_layers(plan.megatron, plan.engine_layers, plan.shape.layers)
+        if flow == "fp8_e2e":
+            add_bf16_layers(plan.megatron, plan.engine_layers, plan.shape.layers)
     except UserError as error:
         return str(error)
     return ""
 
 
-def _package_workers(plan: Plan, loop_refusal: str) -> Iterator[Finding]:
+def _why_not_streamed(plan: Plan) -> str:
+    """Return why FP8 on the wire does not carry this family's weights; empty if it does, or if nothing is FP8.
+
+    The trainer's half goes by the names of weights (`nemo_rl/stock/fp8_stream.py`), and the engine compares them with
+    its own (`nemo_rl/stock/layer_agreement.py`).
+    """
+    names = plan.shape.names
+    if not plan.engine_fp8:
+        return ""
+    if names.root != names.engine_root:
+        return (
+            f"FP8 on the wire compares layers by name, and this family's are {names.root}layers in the checkpoint and "
+            f"{names.engine_root}layers in vLLM: set {ENGINE}.precision=bfloat16, or run it by NeMo RL alone"
+        )
+    weights = (weight for i in range(plan.shape.layers) for weight in plan.shape.layer(i))
+    differ = [weight.name for weight in weights if plan.is_fp8_in_engine(weight) != plan.is_fp8_on_the_wire(weight)]
+    if not differ:
+        return ""
+    words = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in differ)
+    return (
+        f"vLLM and FP8 on the wire differ in whether {', '.join(words)} are FP8: add these words to {ENGINE}."
+        "quantization_ignored_layer_kws"
+    )
+
+
+def _package_workers(plan: Plan, survives_refit: bool, loop_refusal: str) -> Iterator[Finding]:
     for sentence in describe_ignored_values(plan.values):
         yield Finding("warn", TOPIC, sentence)
     refusal = _refusal(plan)
     if refusal and refusal != loop_refusal:
-        yield Finding("error", TOPIC, refusal)
+        yield Finding("error", TOPIC, f"{refusal}{_other_workers(plan, survives_refit)}")
     if not refusal:
         yield Finding("ok", TOPIC, "our own trainer and engines take this recipe")
+
+
+def _other_workers(plan: Plan, survives_refit: bool) -> str:
+    """Return what to add to a refusal: for a family that the package's trainer lacks, whether NeMo RL's own take it."""
+    if plan.shape.config.get("model_type") in FAMILIES:
+        return ""
+    if refusal := _stock(plan, survives_refit):
+        return f"; nor does nemo_fp8rl.workers=nemo_rl take it: {refusal}"
+    with_fp8 = ", with FP8 on the wire" if plan.engine_fp8 else ""
+    return f"; NeMo RL's own workers have this family{with_fp8}: set nemo_fp8rl.workers=nemo_rl"
 
 
 def _refusal(plan: Plan) -> str:

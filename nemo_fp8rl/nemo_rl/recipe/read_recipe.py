@@ -4,6 +4,7 @@ NeMo RL's keys are checked against its checkout (`known_keys`), the block nemo_f
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from nemo_fp8rl.nemo_rl.recipe.value_types import check_values, normalize
 BLOCK = "nemo_fp8rl"
 OTHER_ALGORITHMS = ("sft", "dpo", "rm", "ppo", "distillation")
 """Blocks of NeMo RL's recipes for other algorithms, which have no block grpo."""
+DATA_BLOCKS = ("data", "env", "logger", "checkpointing")
+"""Blocks of paths and of where results go."""
+VARIABLE = re.compile(r"\$\{oc\.env:\s*(\w+)\s*\}")
 FOLDER = "nemo_rl"
 """The folder of the shipped recipes for NeMo RL."""
 DERIVED_KEYS = {field.name: field.marker(NemoRl).spelling for field in fields_of(Fp8RlConfig) if field.marker(NemoRl)}
@@ -101,8 +105,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
     return recipe
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe:
-    """Do the same as `load_recipe` without the check that the precisions of trainer and engine agree."""
+def read_recipe(path: str | Path, overrides: Sequence[str] = (), needs_data: bool = True) -> NemoRlRecipe:
+    """Do the same as `load_recipe` without the check that the precisions of trainer and engine agree.
+
+    needs_data: False for a command that reads no data: an environment variable that is not set then stands as its name
+                in the paths of the blocks DATA_BLOCKS
+    """
     from omegaconf import OmegaConf
 
     register_resolvers()
@@ -130,6 +138,9 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
     package_keys = nemo_rl_keys.pop(BLOCK, None) or {}
     check_known(nemo_rl_keys, known, checkout.version)
     _check_package_keys(package_keys)
+    if not needs_data:
+        for name in (name for name in DATA_BLOCKS if name in nemo_rl_keys):
+            tree[name] = _name_unset_variables(nemo_rl_keys[name])
     with yaml_errors_as_user_error(str(path)):
         tree = OmegaConf.merge({BLOCK: defaults(Fp8RlConfig, package_keys)}, tree)
         values: Any = OmegaConf.to_container(tree, resolve=True)
@@ -143,6 +154,17 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> NemoRlRecipe
         block.correction.resolve()
     check_gates(block.gates)
     return NemoRlRecipe(path, values, checkout)
+
+
+def _name_unset_variables(value: Any) -> Any:
+    """Return the value with ${oc.env:NAME} as $NAME, in any depth, where the environment has no such variable."""
+    if isinstance(value, dict):
+        return {key: _name_unset_variables(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_name_unset_variables(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return VARIABLE.sub(lambda match: match[0] if match[1] in os.environ else f"${match[1]}", value)
 
 
 def _read_tree(path: Path) -> Any:

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from nemo_fp8rl.commands.doctor.alignment.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
-from nemo_fp8rl.commands.doctor.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.hardware import GPUS, check_hardware, gpu_by_name
 from nemo_fp8rl.commands.doctor.known_models import KNOWN_MODELS
 from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement

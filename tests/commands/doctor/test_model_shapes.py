@@ -6,7 +6,8 @@ from math import prod
 import pytest
 
 from nemo_fp8rl.commands.doctor.known_models import KNOWN_MODELS
-from nemo_fp8rl.commands.doctor.model_shapes import from_config, shape_of
+from nemo_fp8rl.commands.doctor.model_shapes import shape_of
+from nemo_fp8rl.commands.doctor.models.read_config import from_config
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -42,6 +43,27 @@ PUBLISHED = {  # as huggingface.co shows them; without a tied head
     "Qwen/Qwen3-30B-A3B-Thinking-2507": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    # DeepSeek-V3's report says 671 B; the bfloat16 checkpoint without its layer of multi-token prediction
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    # Qwen3.5 without vision tower and multi-token prediction: of the 9B's 9,653,104,368 these have 456,010,480 and
+    # 243,290,624; of the 35B-A3B's 35,951,822,704 they have 446,571,248 and 844,640,768; of the 397B-A17B's
+    # 403,397,928,944 they have 456,010,480 and 6,595,568,128
+    "Qwen/Qwen3.5-9B": 9_653_104_368 - 456_010_480 - 243_290_624,
+    "Qwen/Qwen3.5-35B-A3B-Base": 35_951_822_704 - 446_571_248 - 844_640_768,
+    "Qwen/Qwen3.5-397B-A17B": 403_397_928_944 - 456_010_480 - 6_595_568_128,
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
+    # the index of its shards does not count the biases of 23 routers of 128 experts, which are buffers
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_937_344 + 23 * 128,
+    # without its vision tower of 668,684,288
+    "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976 - 668_684_288,
+    "Qwen/Qwen2.5-Omni-3B": 3_397_103_616,  # of the thinker's decoder, as the GGUF file counts; its head is not tied
+}
+ROUNDED = {  # what model cards and reports say, in units of 10^9
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": "12.31",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "121",  # the card says 120, and 12 of them active
+    "zai-org/GLM-5.1": "744",  # GLM-5's report; GLM-5.1's 754 have the layer of multi-token prediction
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": "30.5",  # the thinker's
 }
 
 
@@ -50,8 +72,15 @@ def test_published_parameter_counts(model, parameters):
     assert shape_of(model).parameters == parameters
 
 
+@pytest.mark.parametrize(("model", "billions"), ROUNDED.items())
+def test_rounded_parameter_counts(model, billions):
+    digits = len(billions.partition(".")[2])
+    assert f"{shape_of(model).parameters / 1e9:.{digits}f}" == billions
+
+
 def test_every_known_model_has_a_published_count_and_layers_that_its_ranks_can_share():
     counts = {*PUBLISHED.values(), 13_015_864_320, 68_976_648_192, 70_553_837_568, 15_960_110_208}
+    counts |= {shape_of(model).parameters for model in ROUNDED}
     for name in KNOWN_MODELS:
         shape = shape_of(name)
         assert shape.parameters in counts, name

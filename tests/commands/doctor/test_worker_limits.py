@@ -10,6 +10,8 @@ from tests.commands.doctor.conftest import ENGINE, TRAINER
 from tests.nemo_rl.recipe.test_config_from_recipe import master
 
 REFIT_CLASS = {"policy.generation.refit_transport": refit_settings.ENGINE}
+IGNORED = {"policy__generation__vllm_cfg__quantization_ignored_layer_kws": ["a_proj", "b_proj"]}
+BF16 = {"policy__generation__vllm_cfg__precision": "bfloat16", "policy__megatron_cfg__fp8_cfg": {"enabled": False}}
 
 
 def said(model: str, **changes: object) -> list[tuple[str, str]]:
@@ -27,6 +29,27 @@ def test_ours_take_context_parallelism_and_unequal_stages():
     split = {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 16, "context_parallel_size": 2}
     changes = {f"policy__megatron_cfg__{key}": value for key, value in split.items()} | {"cluster__gpus_per_node": 4}
     assert said("Qwen/Qwen3-8B", **changes) == [("ok", "our own trainer and engines take this recipe")]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (
+            "Qwen/Qwen3.5-9B",
+            {},
+            "; nor does nemo_fp8rl.workers=nemo_rl take it: FP8 on the wire compares layers by name",
+        ),
+        (
+            "moonshotai/Moonlight-16B-A3B",
+            IGNORED,
+            "have this family, with FP8 on the wire: set nemo_fp8rl.workers=nemo_rl",
+        ),
+        ("Qwen/Qwen3.5-9B", BF16, "; NeMo RL's own workers have this family: set nemo_fp8rl.workers=nemo_rl"),
+    ],
+)
+def test_of_a_family_that_ours_lack_it_is_said_whether_nemo_rls_own_have_it(model, changes, message):
+    (finding,) = said(model, **changes)
+    assert finding[0] == "error" and message in finding[1]
 
 
 def test_memory_of_the_host_that_ours_do_not_take_is_said():

@@ -105,6 +105,21 @@ def test_load_refuses_disagreeing_precisions_and_read_does_not(checkout, tmp_pat
         load_recipe(path)
 
 
+def test_a_path_to_data_needs_its_variable_only_where_data_is_read(checkout, tmp_path, monkeypatch):
+    monkeypatch.delenv("SOME_DATA", raising=False)
+    parts = "env: {math: {data_path: '${oc.env:SOME_DATA}/train.jsonl'}}\n"
+    path = write(tmp_path / "recipe.yaml", CHILD + parts)
+    with pytest.raises(UserError, match=r"env.math.data_path: the environment variable SOME_DATA is not set; set it"):
+        read_recipe(path)
+    assert read_recipe(path, needs_data=False).values["env"]["math"]["data_path"] == "$SOME_DATA/train.jsonl"
+    monkeypatch.setenv("SOME_DATA", "/data")
+    assert read_recipe(path, needs_data=False).values["env"]["math"]["data_path"] == "/data/train.jsonl"
+    other = write(tmp_path / "other.yaml", CHILD + "policy: {model_name: '${oc.env:SOME_MODEL}'}\n")
+    monkeypatch.delenv("SOME_MODEL", raising=False)
+    with pytest.raises(UserError, match=r"policy.model_name: the environment variable SOME_MODEL is not set"):
+        read_recipe(other, needs_data=False)
+
+
 def test_a_null_in_an_arithmetic_expression_is_named(refusal):
     assert (
         "policy.train_mb_tokens: policy.train_micro_batch_size is null, and a number is made of it; set it"

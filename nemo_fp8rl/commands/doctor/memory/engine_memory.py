@@ -1,11 +1,12 @@
 """Memory of an engine's GPU, to the byte except for the workspace of a forward.
 
-Cache: keys and values of each layer; with latent attention its latent and rotary part on every rank (DeepSeek-V2,
-https://arxiv.org/abs/2405.04434, section 2.1).
+Cache: what the kinds of layers keep of a token (keys and values, or the latent) and of a sequence (the state of a
+recurrence, or a window of keys and values): `models/layer_kinds.py`.
 """
 
 from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, GIB, SCALE
-from nemo_fp8rl.commands.doctor.model_shapes import Weight
+from nemo_fp8rl.commands.doctor.models.layer_kinds import LAYER_KINDS
+from nemo_fp8rl.commands.doctor.models.sizes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 
 WORKSPACE = 2 * GIB
@@ -33,12 +34,23 @@ def _engine_bytes(plan: Plan, weight: Weight) -> float:
 
 def kv_bytes_per_token(plan: Plan) -> float:
     """Return the bytes of cache for one token on each GPU of an engine."""
-    shape, size = plan.shape, 1 if plan.kv_fp8 else BF16
-    layers = -(-shape.layers // plan.engine_pipeline)
-    if shape.kv_lora_rank:
-        return size * layers * (shape.kv_lora_rank + shape.rope_dim)
-    heads = max(1, shape.kv_heads / plan.engine_tensor)
-    return size * layers * heads * (shape.head_dim + shape.value_dim)
+    kinds = (LAYER_KINDS[part] for layer in plan.shape.parts for part in layer)
+    return _of_a_stage(plan, sum(kind.cached(plan.shape, plan.engine_tensor, _cached_width(plan)) for kind in kinds))
+
+
+def state_bytes_per_sequence(plan: Plan) -> float:
+    """Return the bytes that a sequence of any length has on each GPU of an engine, beside those of its tokens."""
+    kinds = (LAYER_KINDS[part] for layer in plan.shape.parts for part in layer)
+    return _of_a_stage(plan, sum(kind.state(plan.shape, plan.engine_tensor, _cached_width(plan)) for kind in kinds))
+
+
+def _cached_width(plan: Plan) -> int:
+    return 1 if plan.kv_fp8 else BF16
+
+
+def _of_a_stage(plan: Plan, of_all_layers: float) -> float:
+    """Return the part of the stage that has most layers."""
+    return of_all_layers * -(-plan.shape.layers // plan.engine_pipeline) / plan.shape.layers
 
 
 def cache_bytes(plan: Plan, gpu_memory: float, weights: float) -> float:

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.hardware import Gpu
 from nemo_fp8rl.commands.doctor.memory.byte_widths import GIB
-from nemo_fp8rl.commands.doctor.memory.engine_memory import WORKSPACE, cache_bytes, engine_weights, kv_bytes_per_token
+from nemo_fp8rl.commands.doctor.memory.engine_memory import (
+    WORKSPACE,
+    cache_bytes,
+    engine_weights,
+    kv_bytes_per_token,
+    state_bytes_per_sequence,
+)
 from nemo_fp8rl.commands.doctor.memory.trainer_memory import FP8_WEIGHTS, refit_bytes, resident_bytes, training_bytes
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 
@@ -38,27 +44,30 @@ class Memory:
     """The memory of the fullest GPU in each phase.
 
     kv_bytes:      bytes of cache for one token on each GPU of an engine
-    cache_tokens:  tokens that the KV cache of one engine holds
+    state_bytes:   the same for one sequence of any length, beside its tokens
+    cache_tokens:  tokens that the KV cache of one engine holds, in sequences of full length
     """
 
     phases: list[Phase] = field(default_factory=list)
     kv_bytes: float = 0
     cache_tokens: int = 0
+    state_bytes: float = 0
 
 
 def memory_of(plan: Plan, gpu: Gpu) -> Memory:
     stages = range(plan.pipeline)
     fullest = _fullest("train", (training_bytes(plan, stage) for stage in stages))
-    engine, kv = engine_weights(plan), kv_bytes_per_token(plan)
+    engine, kv, state = engine_weights(plan), kv_bytes_per_token(plan), state_bytes_per_sequence(plan)
     cache = cache_bytes(plan, gpu.memory, engine)
+    tokens = max(0, int(cache // (kv + state / _longest(plan))))
     generate = {"engine weights": engine, "KV cache": max(cache, 0), "engine workspace": WORKSPACE}
     if not plan.is_colocated:
-        return Memory([fullest, Phase("generate", generate)], kv, max(0, int(cache // kv)))
+        return Memory([fullest, Phase("generate", generate)], kv, tokens, state)
     beside = {"engine weights": engine, "buckets": 2 * plan.values["nemo_fp8rl"]["refit"]["bucket_bytes"]}
     resident = [resident_bytes(plan, stage) for stage in stages]
     refit = ({"parameters": refit_bytes(plan, i)} | beside | resident[i] for i in stages)
     phases = [fullest, _fullest("refit", refit), _fullest("generate", (generate | parts for parts in resident))]
-    return Memory(phases, kv, max(0, int(cache // kv)))
+    return Memory(phases, kv, tokens, state)
 
 
 def _fullest(name: str, stages: Iterable[dict[str, float]]) -> Phase:
@@ -75,7 +84,8 @@ def check_memory(plan: Plan, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
             yield Finding("warn", TOPIC, f"{words} leave little room; {_advice(phase)}")
         else:
             yield Finding("ok", TOPIC, words)
-    length = plan.vllm.get("max_model_len") or plan.longest
+    yield from _uncounted(plan)
+    length = _longest(plan)
     fits = memory.cache_tokens / length
     words = f"the KV cache of an engine holds {memory.cache_tokens:,} tokens, {fits:.1f} sequences of {length}"
     if fits < 1:
@@ -84,6 +94,16 @@ def check_memory(plan: Plan, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
         yield Finding("warn", TOPIC, f"{words}: few at a time; raise {ENGINE}.gpu_memory_utilization")
     else:
         yield Finding("ok", TOPIC, words)
+
+
+def _longest(plan: Plan) -> int:
+    return plan.vllm.get("max_model_len") or plan.longest
+
+
+def _uncounted(plan: Plan) -> Iterator[Finding]:
+    if encoders := plan.shape.uncounted:
+        text = f"these are the bytes of the decoder: the encoders ({', '.join(encoders)}) are on the GPUs, too"
+        yield Finding("warn", TOPIC, text)
 
 
 def _advice(phase: Phase) -> str:

@@ -15,16 +15,16 @@ Sources:
   with fp8_param instead of it. NeMo RL moves parameters, gradients and optimizer alone: the others stay on the GPU
   through refit and generation unless fp8_cfg.force_clear_fp8_caches, which v0.7.0 has, too (`offload_before_refit` in
   https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py).
-- Activations: what each operation keeps for its backward, counted as in section 4.1 of
-  https://arxiv.org/abs/2205.05198, for grouped queries, a gated MLP and attention that does not keep its scores;
-  bfloat16 throughout, experts balanced.
+- Activations: what each kind of layer keeps for its backward (`models/layer_kinds.py`), bfloat16 throughout, experts
+  balanced.
 - The package's workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer.py`),
   recompute whole layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and keep
   the bytes that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
 """
 
 from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, SCALE
-from nemo_fp8rl.commands.doctor.model_shapes import Weight
+from nemo_fp8rl.commands.doctor.models.layer_kinds import LAYER_KINDS, expert_kept
+from nemo_fp8rl.commands.doctor.models.sizes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.config.policy_schema import PolicyConfig
 
@@ -166,20 +166,15 @@ def activations(plan: Plan, stage: int) -> float:
 def _layer_activations(plan: Plan, layer: int) -> float:
     """Return the bytes per token that one layer keeps on one GPU.
 
-    Both norms and the linears after them keep their inputs (4 x hidden). Attention keeps queries, keys, values and its
-    output. A gated MLP keeps gate, up and product (3 x intermediate). Experts also keep their inputs and outputs.
+    Of each part the norm and the linear after it keep their inputs (2 x hidden), the part what its kind keeps. Experts
+    also keep their inputs and outputs.
     """
-    shape, tensor = plan.shape, plan.tensor
-    hidden = shape.hidden / (tensor if plan.sequence_parallel else 1)
-    keys = shape.heads if shape.kv_lora_rank else shape.kv_heads
-    attention = (shape.heads + keys) * (shape.head_dim + shape.value_dim) / tensor
-    values = 4 * hidden + attention
-    if not shape.is_mixture(layer):
-        return BF16 * (values + 3 * shape.intermediate / tensor)
-    tokens = shape.experts_per_token / (tensor if plan.sequence_parallel else 1)  # of the rank, sent to experts
-    experts = tokens * (2 * shape.hidden + 3 * shape.expert_intermediate / plan.expert_tensor)
-    shared = 3 * shape.shared_experts * shape.expert_intermediate / tensor
-    return BF16 * (values + experts + shared)
+    shape, parts = plan.shape, plan.shape.parts[layer]
+    shared = plan.tensor if plan.sequence_parallel else 1
+    values = sum(2 * shape.hidden / shared + LAYER_KINDS[part].kept(shape, plan.tensor) for part in parts)
+    if "mixture" in parts:
+        values += shape.experts_per_token / shared * expert_kept(shape, plan.expert_tensor)
+    return BF16 * values
 
 
 def logits(plan: Plan) -> float:

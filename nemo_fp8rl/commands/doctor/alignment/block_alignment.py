@@ -7,15 +7,19 @@ FP8 or not (`head_division.py`).
 
 from collections.abc import Iterator
 
+from nemo_fp8rl.commands.doctor.alignment.head_division import reasons_indivisible
 from nemo_fp8rl.commands.doctor.finding import Finding
-from nemo_fp8rl.commands.doctor.head_division import reasons_indivisible
-from nemo_fp8rl.commands.doctor.model_shapes import Weight
+from nemo_fp8rl.commands.doctor.models.sizes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 
 TOPIC = "alignment"
+FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+LAST_ROWS = ("in_proj_b.weight", "in_proj_a.weight")
+"""The last rows of Megatron's one matrix of a gated delta net: where the engine has them in bfloat16, as NeMo RL's
+recipes do, nothing needs their blocks to be the same."""
 
 
 def check_alignment(plan: Plan) -> Iterator[Finding]:
@@ -49,11 +53,17 @@ def _side(plan: Plan, side: str) -> Iterator[Finding]:
     reported = set()
     for layer in range(plan.shape.layers):
         for weight in plan.shape.layer(layer):
-            is_fp8 = plan.is_fp8_in_trainer(weight) if side == "trainer" else plan.is_fp8_in_engine(weight)
-            kind = weight.name.split(".", 3)[3]
-            if is_fp8 and kind not in reported:
+            kind = weight.name.partition(".layers.")[2].partition(".")[2]
+            if kind not in reported and _is_fp8(plan, side, weight):
                 reported.add(kind)
                 yield from _weight(plan, side, weight, kind.removesuffix(".weight"))
+
+
+def _is_fp8(plan: Plan, side: str, weight: Weight) -> bool:
+    in_engine = plan.is_fp8_in_engine(weight)
+    if side == "engine" or (weight.name.endswith(LAST_ROWS) and not in_engine):
+        return in_engine
+    return plan.is_fp8_in_trainer(weight)
 
 
 def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Finding]:
@@ -67,18 +77,21 @@ def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Findin
         if kind.endswith(("k_proj", "v_proj")) and (whole or side == "engine"):
             parts = 1 if whole else plan.shape.kv_heads  # heads are repeated and not split
         elif kind.endswith("q_proj") and whole:
-            kind, size = "self_attn.linear_qkv", (plan.shape.heads + 2 * plan.shape.kv_heads) * plan.shape.head_dim
-    if weight.split != "none" and (parts > 1 or _is_fused(kind)):
+            kind = "self_attn.linear_qkv"
+            size = plan.shape.query_rows + 2 * plan.shape.kv_heads * plan.shape.head_dim
+    fused = bool(weight.pieces) or (kind.endswith(FUSED) and (plan.shape.gated_mlp or not kind.endswith("up_proj")))
+    for piece in dict.fromkeys(weight.pieces or (size,)) if weight.split != "none" and (parts > 1 or fused) else ():
+        name = f"{dimension} of {kind}" if piece == size else f"{piece} of the {dimension} of {kind}"
         try:
-            check_divides(key, parts, Dimension(f"{dimension} of {kind}", size, BLOCK[0]))
+            check_divides(key, parts, Dimension(name, piece, BLOCK[0]))
         except UserError as error:
-            yield Finding("error", TOPIC, f"{side}: {error} ({size} / {parts} = {size / parts:g})")
+            yield Finding("error", TOPIC, f"{side}: {error} ({piece} / {parts} = {piece / parts:g})")
             return
-        if size % BLOCK[0]:  # a fused matrix on one rank
+        if piece % BLOCK[0]:  # a fused matrix on one rank
             yield Finding(
                 "error",
                 TOPIC,
-                f"{side}: {kind} has {size} {dimension}, no multiple of 128, and another matrix follows",
+                f"{side}: {kind} has {piece} {dimension}, no multiple of 128, and another matrix follows",
             )
             return
     for name, length in (("rows", weight.rows), ("columns", weight.columns)):
@@ -89,10 +102,6 @@ def _weight(plan: Plan, side: str, weight: Weight, kind: str) -> Iterator[Findin
                 f"{side}: {kind} has {length} {name}, no multiple of 128: its last blocks are ragged, which quantizers "
                 "pad in different ways",
             )
-
-
-def _is_fused(kind: str) -> bool:
-    return kind.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
 
 
 def _parts(plan: Plan, side: str, weight: Weight) -> tuple[str, int]:

@@ -10,7 +10,7 @@ heads on each rank, and key-value heads that are shared out or, where ranks are 
 
 from collections.abc import Iterator
 
-from nemo_fp8rl.commands.doctor.model_shapes import Shape
+from nemo_fp8rl.commands.doctor.models.shape import Shape
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
@@ -30,9 +30,14 @@ def reasons_indivisible(plan: Plan) -> Iterator[str]:
 
 def _reasons_of_side(side: str, key: str, parts: int, shape: Shape) -> Iterator[str]:
     dimensions = [Dimension("num_attention_heads", shape.heads)]
-    if not shape.experts or shape.dense_layers:
+    if shape.has("mlp"):
         dimensions.append(Dimension("intermediate_size", shape.intermediate))
-    shared = Dimension("n_shared_experts * moe_intermediate_size", shape.shared_experts * shape.expert_intermediate)
+    if shape.recurrent:
+        names = ("linear_num_key_heads", "linear_num_value_heads")
+        if shape.has("mamba"):
+            names = ("n_groups", "mamba_num_heads")
+        dimensions += map(Dimension, names, (shape.recurrent.key_heads, shape.recurrent.heads))
+    shared = Dimension("width of the shared experts", shape.shared_intermediate)
     yield from _uneven(side, key, parts, *dimensions, shared)
     kv = shape.kv_heads
     if not shape.kv_lora_rank and kv % parts and parts % kv:
