@@ -43,7 +43,7 @@ def one_rank(cfg, batch, halves: bool):
     """Return (log-probs, gradient norm) of one rank; `halves` multiplies attention's outputs as two ranks do."""
     worker = MegatronWorker()
     worker.setup(cfg, 0, 1, None)
-    plain, fp8 = dense_layers.linears()[1], dense_layers.fp8_linears("pow2")[1]
+    plain, fp8 = dense_layers.linears()[1], dense_layers.fp8_linears("pow2", ())[1]
 
     def of_attention(matmul):
         split = in_parts(matmul, 2)
