@@ -133,7 +133,7 @@ def test_a_machine_without_it_is_refused(monkeypatch):
     fake_flash_attention.install(monkeypatch)
     flash_attention.check_machine()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    missing = r"attention_backend=FLASH_ATTN with .*neither in vllm\.vllm_flash_attn nor in .*set policy.generation.vllm_cfg.attention_backend=null"
+    missing = r"=FLASH_ATTN with .*neither in vllm\.vllm_flash_attn nor in .*leave attention_backend out"
     with pytest.raises(UserError, match=missing):
         flash_attention.check_machine()
     for package in ("vllm.vllm_flash_attn", "flash_attn_interface"):
