@@ -347,7 +347,8 @@ def _step_metrics(
     trained:  metrics of the optimizer steps; skipped: how many steps did not take place
     """
     batch = judgement.batch
-    metrics = trained | judgement.mismatch | judgement.mismatch_by_position | judgement.correction
+    metrics = trained | judgement.mismatch | judgement.mismatch_by_position | judgement.mismatch_by_lag
+    metrics |= judgement.correction
     metrics |= known_route_share(batch)
     metrics |= {
         "reward": float(rollout.all_rewards.mean()),
