@@ -15,10 +15,15 @@ import pytest
 import torch
 
 from nemo_fp8rl.batch import Completion, Prompt, collate
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.sender.push import Push
 from tests.conftest import RECIPES
 from tests.generation.pair import FREE, Pair
+from tests.generation.test_faults import core_process
 
 IN_FLIGHT = (
     "grpo.async_grpo.enabled=true",
@@ -28,6 +33,7 @@ IN_FLIGHT = (
 )
 RECOMPUTE = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
 LONG = replace(FREE, num_generations=2, max_new_tokens=40, stop_token_ids=())
+ROOM = ("policy.max_total_sequence_length=256", "policy.train_micro_batch_size=8")
 NEAR = 1e-5
 """The largest distance of a token's log-prob between engine and trainer. Another version is farther (`move`)."""
 
@@ -98,11 +104,11 @@ class Flight(Pair):
         if self.failure is not None:
             raise self.failure
 
-    def distances(self, shift: int = 0) -> list[float]:
+    def distances(self, answers: list[Completion] | None = None, shift: int = 0) -> list[float]:
         """Of each token's log-prob from the trainer's, under the version that the token `shift` before it names."""
         found: list[float] = []
         for version in self.weights:
-            of_version = [c for c in self.answers if version in c.token_versions]
+            of_version = [c for c in answers or self.answers if version in c.token_versions]
             if of_version:
                 for completion, logprobs in zip(of_version, self.trainer_logprobs(version, of_version), strict=True):
                     labels = completion.token_versions
@@ -140,3 +146,108 @@ def test_every_token_is_of_the_version_that_it_names(recomputing):
     assert max(found) < NEAR
     wrong = sum(distance > NEAR for distance in flight.distances(shift=1))
     assert wrong > 0.9 * switches
+
+
+add = Push.add
+
+
+def add_damaged(self, piece, payload, *others) -> None:
+    """Send a piece with other bytes than those of its digest."""
+    damaged = payload.clone()
+    damaged.view(-1).view(torch.uint8)[0] ^= 1
+    add(self, piece, damaged, *others)
+
+
+def test_a_version_that_fails_its_check_gives_no_token_and_answers_go_on_from_the_next(recomputing, monkeypatch):
+    flight = recomputing
+    thread, before = flight.begin(), flight.bridge.version
+    flight.move()
+    with monkeypatch.context() as patch:
+        patch.setattr(Push, "add", add_damaged)
+        with pytest.raises(RefitError, match=r"failed twice"):
+            flight.bridge.refit()
+    assert flight.engine.policy_version == -1
+    count_of = len(flight.answers)
+    time.sleep(1.0)
+    assert thread.is_alive() and len(flight.answers) == count_of  # the engine stays paused
+    report = flight.refit()
+    assert report.version == before + 1
+    flight.end(thread)
+    assert {version for c in flight.answers for version in c.token_versions} <= {before, before + 1}
+    assert max(flight.distances()) < NEAR
+
+
+def test_an_engine_killed_in_a_refit_loses_no_answer(recomputing, monkeypatch):
+    flight = recomputing
+    thread, restarts = flight.begin(), flight.generation.engine_restarts
+    load_weights = flight.generation.load
+
+    def load_and_die(*arguments):
+        monkeypatch.undo()
+        core_process().kill()
+        return load_weights(*arguments)
+
+    monkeypatch.setattr(flight.generation, "load", load_and_die)
+    time.sleep(0.2)
+    flight.move()
+    assert flight.refit().retries == 1
+    flight.end(thread)
+    assert flight.generation.engine_restarts == restarts + 1
+    assert len(flight.answers) % (len(flight.prompts) * LONG.num_generations) == 0
+    assert max(flight.distances()) < NEAR
+
+
+@pytest.fixture(scope="module")
+def keeping(tiny_overrides) -> Iterator[Flight]:
+    flight = Flight(*tiny_overrides, *IN_FLIGHT, *ROOM)
+    flight.refit()
+    yield flight
+    flight.close()
+
+
+def test_kept_keys_are_read_by_the_answers_in_progress_alone(keeping):
+    """A prompt longer than a page of the cache is asked again while an answer to it goes on from the old weights."""
+    flight = keeping
+    (tokens,) = {prompt.token_ids for prompt in flight.prompts[:1]}
+    long = [Prompt(i, "", "", tokens * 30) for i in range(4)]
+    assert len(long[0].token_ids) > flight.engine.core.llm.vllm_config.cache_config.block_size
+    thread = flight.begin(long, replace(LONG, max_new_tokens=70))
+    for _ in range(10):
+        time.sleep(flight.random.uniform(0, 0.3))
+        flight.move()
+        flight.refit()
+    flight.end(thread)
+    whole = [c for c in flight.answers if {*c.token_versions} == {c.policy_version}]
+    mixed = [c for c in flight.answers if len({*c.token_versions}) > 1]
+    assert whole and mixed and max(flight.distances(whole)) < NEAR
+    assert max(flight.distances(mixed)) > NEAR  # the old keys stay, which the trainer has not
+    begun = [c for c in mixed if c.token_versions[0] == c.policy_version]
+    cuts = [sum(version == c.policy_version for version in c.token_versions) for c in begun]
+    firsts = [
+        replace(c, token_ids=c.token_ids[:n], logprobs=c.logprobs[:n], version_starts=())
+        for c, n in zip(begun, cuts, strict=True)
+    ]
+    flight.asked |= {id(part): flight.asked[id(c)] for part, c in zip(firsts, begun, strict=True)}
+    assert firsts and max(flight.distances(firsts)) < NEAR
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("policy.generation.vllm_cfg.async_engine=false",), r"set policy\.generation\.vllm_cfg\.async_engine=true"),
+        (("policy.generation.vllm_cfg.sleep_level=1",), r"policy\.generation\.vllm_cfg\.sleep_level=0"),
+        (("policy.generation.vllm_cfg.kv_cache_dtype=fp8",), r"set grpo.*recompute_kv_cache_after_weight_updates=true"),
+        (("policy.router_replay.enabled=true",), r"policy\.router_replay\.enabled=true: routers of several versions"),
+    ],
+)
+def test_what_does_not_go_with_updates_in_flight_is_refused_by_key(overrides, message, tiny_overrides):
+    with pytest.raises(UserError, match=message):
+        load(RECIPES / "tiny_cpu.yaml", [*tiny_overrides, *IN_FLIGHT, *overrides])
+
+
+def test_a_vllm_that_does_not_label_tokens_is_refused(monkeypatch):
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.delattr(AsyncLLM, "update_weight_version")
+    with pytest.raises(UserError, match=r"does not tell from which weights a token was sampled; set it to false, or"):
+        vllm_compat.check_updates_in_flight()
