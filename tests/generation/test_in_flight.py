@@ -17,7 +17,7 @@ import torch
 from nemo_fp8rl.batch import Completion, Prompt, collate
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation import core, vllm_compat
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.sender.push import Push
@@ -84,12 +84,13 @@ class Flight(Pair):
         def ask() -> None:
             try:
                 for round_ in count():
+                    is_last = self.is_enough.is_set()
                     seeds = [1000 * round_ + prompt.index for prompt in prompts]
                     groups = self.generation.generate([p.token_ids for p in prompts], seeds, sampling)
                     for prompt, group in zip(prompts, groups, strict=True):
                         self.answers += group
                         self.asked |= {id(completion): prompt for completion in group}
-                    if self.is_enough.is_set():
+                    if is_last:
                         return
             except BaseException as failure:
                 self.failure = failure
@@ -153,9 +154,8 @@ add = Push.add
 
 def add_damaged(self, piece, payload, *others) -> None:
     """Send a piece with other bytes than those of its digest."""
-    damaged = payload.clone()
-    damaged.view(-1).view(torch.uint8)[0] ^= 1
-    add(self, piece, damaged, *others)
+    payload.view(-1).view(torch.uint8)[0] ^= 1
+    add(self, piece, payload, *others)
 
 
 def test_a_version_that_fails_its_check_gives_no_token_and_answers_go_on_from_the_next(recomputing, monkeypatch):
@@ -205,30 +205,51 @@ def keeping(tiny_overrides) -> Iterator[Flight]:
     flight.close()
 
 
-def test_kept_keys_are_read_by_the_answers_in_progress_alone(keeping):
-    """A prompt longer than a page of the cache is asked again while an answer to it goes on from the old weights."""
-    flight = keeping
-    (tokens,) = {prompt.token_ids for prompt in flight.prompts[:1]}
-    long = [Prompt(i, "", "", tokens * 30) for i in range(4)]
+def ask_again(flight: Flight) -> tuple[list[Completion], list[Completion]]:
+    """Ask a prompt longer than a page of the cache again while answers to it go on from the weights before a refit.
+
+    Return (answers that went on, answers to the prompt asked again).
+    """
+    long = [Prompt(i, "", "", flight.prompts[0].token_ids * 30) for i in range(4)]
     assert len(long[0].token_ids) > flight.engine.core.llm.vllm_config.cache_config.block_size
-    thread = flight.begin(long, replace(LONG, max_new_tokens=70))
     for _ in range(10):
-        time.sleep(flight.random.uniform(0, 0.3))
+        thread = flight.begin(long, replace(LONG, max_new_tokens=70))
+        while not any(flight.engine.readers._counts.values()):
+            time.sleep(0.001)
+        time.sleep(0.1)
         flight.move()
         flight.refit()
-    flight.end(thread)
-    whole = [c for c in flight.answers if {*c.token_versions} == {c.policy_version}]
-    mixed = [c for c in flight.answers if len({*c.token_versions}) > 1]
-    assert whole and mixed and max(flight.distances(whole)) < NEAR
-    assert max(flight.distances(mixed)) > NEAR  # the old keys stay, which the trainer has not
-    begun = [c for c in mixed if c.token_versions[0] == c.policy_version]
-    cuts = [sum(version == c.policy_version for version in c.token_versions) for c in begun]
+        groups = flight.generation.generate(
+            [p.token_ids for p in long], [50, 51, 52, 53], replace(LONG, max_new_tokens=8)
+        )
+        was_in_progress = thread.is_alive() and not flight.answers
+        flight.end(thread)
+        mixed = [c for c in flight.answers if {c.policy_version, flight.bridge.version} == {*c.token_versions}]
+        again = [completion for group in groups for completion in group]
+        flight.asked |= {id(c): prompt for prompt, group in zip(long, groups, strict=True) for c in group}
+        if was_in_progress and mixed:
+            return mixed, again
+    raise AssertionError("no refit came between two tokens of an answer")
+
+
+def test_kept_keys_are_read_by_the_answers_in_progress_alone(keeping):
+    mixed, again = ask_again(keeping)
+    assert {version for c in again for version in c.token_versions} == {keeping.bridge.version}
+    assert max(keeping.distances(again)) < NEAR
+    assert max(keeping.distances(mixed)) > NEAR  # the old keys stay, which the trainer has not
+    cuts = [sum(version == c.policy_version for version in c.token_versions) for c in mixed]
     firsts = [
         replace(c, token_ids=c.token_ids[:n], logprobs=c.logprobs[:n], version_starts=())
-        for c, n in zip(begun, cuts, strict=True)
+        for c, n in zip(mixed, cuts, strict=True)
     ]
-    flight.asked |= {id(part): flight.asked[id(c)] for part, c in zip(firsts, begun, strict=True)}
-    assert firsts and max(flight.distances(firsts)) < NEAR
+    keeping.asked |= {id(part): keeping.asked[id(c)] for part, c in zip(firsts, mixed, strict=True)}
+    assert max(keeping.distances(firsts)) < NEAR
+
+
+def test_without_the_salt_they_would_be_read_by_new_answers(keeping, monkeypatch):
+    """So that the test above could fail."""
+    monkeypatch.setattr(core, "_prompt", lambda request: {"prompt_token_ids": list(request.token_ids)})
+    assert max(keeping.distances(ask_again(keeping)[1])) > NEAR
 
 
 @pytest.mark.parametrize(
@@ -246,8 +267,10 @@ def test_what_does_not_go_with_updates_in_flight_is_refused_by_key(overrides, me
 
 
 def test_a_vllm_that_does_not_label_tokens_is_refused(monkeypatch):
+    from vllm.engine.protocol import EngineClient
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    monkeypatch.delattr(AsyncLLM, "update_weight_version")
+    for holder in (AsyncLLM, EngineClient):
+        monkeypatch.delattr(holder, "update_weight_version")
     with pytest.raises(UserError, match=r"does not tell from which weights a token was sampled; set it to false, or"):
         vllm_compat.check_updates_in_flight()
