@@ -18,6 +18,7 @@ from nemo_fp8rl.batch import Completion, Prompt, collate
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation import core, vllm_compat
+from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.sender.push import Push
@@ -99,6 +100,11 @@ class Flight(Pair):
         thread.start()
         return thread
 
+    @property
+    def engine_now(self) -> VllmEngine:
+        """The engine, which is another object after a restart."""
+        return self.generation.engines.worker
+
     def end(self, thread: Thread) -> None:
         self.is_enough.set()
         thread.join()
@@ -166,7 +172,7 @@ def test_a_version_that_fails_its_check_gives_no_token_and_answers_go_on_from_th
         patch.setattr(Push, "add", add_damaged)
         with pytest.raises(RefitError, match=r"failed twice"):
             flight.bridge.refit()
-    assert flight.engine.policy_version == -1
+    assert flight.engine_now.policy_version == -1
     count_of = len(flight.answers)
     time.sleep(1.0)
     assert thread.is_alive() and len(flight.answers) == count_of  # the engine stays paused
@@ -194,6 +200,25 @@ def test_an_engine_killed_in_a_refit_loses_no_answer(recomputing, monkeypatch):
     flight.end(thread)
     assert flight.generation.engine_restarts == restarts + 1
     assert len(flight.answers) % (len(flight.prompts) * LONG.num_generations) == 0
+    assert max(flight.distances()) < NEAR
+
+
+def test_an_engine_killed_while_the_trainer_steps_answers_after_the_next_refit(recomputing):
+    """It has lost its version, and the trainer has gone on."""
+    flight = recomputing
+    flight.move()
+    flight.policy.steps_taken += 1
+    thread, restarts = flight.begin(), flight.generation.engine_restarts
+    while not any(flight.engine_now.readers._counts.values()):
+        time.sleep(0.001)
+    core_process().kill()
+    while flight.generation.engine_restarts == restarts or flight.generation.missing:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    assert thread.is_alive() and not flight.answers
+    flight.refit()
+    flight.end(thread)
+    assert {version for c in flight.answers for version in c.token_versions} == {flight.bridge.version}
     assert max(flight.distances()) < NEAR
 
 
