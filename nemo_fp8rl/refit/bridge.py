@@ -29,8 +29,8 @@ The driver takes its locks in this order, and never in another:
     4. EnginePool.replacing      while an engine is started again, or the lives of the engines are compared
     5. EngineClient.counting     for counts of prompts; nothing is waited for
 
-Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished; with updates in flight it
-does not. So a thread that reads answers must not wait for lock 2: it reports a death with wait=False, and again with
+Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished; with updates in flight
+it does not. So a thread that reads answers must not wait for lock 2: it reports a death with wait=False, and again with
 wait=True after its answers.
 RemoteEnginePool.first_version is taken alone.
 """
