@@ -111,12 +111,12 @@ def test_fingerprints_compare_the_calls_of_both_sides(recipe, patch):
         (
             64,
             "nemo_fp8rl.flow=bf16",
-            r"tiles depend on the batch for heads of 64 values.*set policy.generation.vllm_cfg.attention_backend=null",
+            r"tiles depend on the batch for heads of 64 values.*attention_backend=null",
         ),
         (
             128,
             f"{ENGINE}.kv_cache_dtype=fp8",
-            r"kv_cache_dtype=fp8 .* in FP8 .*set policy.generation.vllm_cfg.attention_backend=null",
+            r"kv_cache_dtype=fp8: .* in FP8 .*attention_backend=null",
         ),
         (128, f"{ENGINE}.attention_backend=FLASHINFER", "FLASHINFER: attention by a backend of vLLM is not aligned on"),
     ],
