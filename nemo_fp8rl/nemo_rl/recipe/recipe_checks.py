@@ -102,7 +102,7 @@ def check_single_controller(master: Mapping[str, Any]) -> None:
 
     Its rules of staleness, buffers and batch sizes are checked by its own function (`run.single_controller`).
     """
-    if at(master, "grpo.async_grpo", None) is not None:
+    if at(master, "grpo.async_grpo", {}) is not None:  # NeMo RL's default is a block
         raise UserError("async_rl, NeMo RL's single controller, needs grpo.async_grpo=null: set one of the two")
     if not at(master, "data_plane.enabled", False):
         raise UserError("async_rl, NeMo RL's single controller, needs data_plane.enabled=true")
@@ -246,6 +246,8 @@ def check_setup(master: Mapping[str, Any]) -> None:
 
 def check_for_package_workers(master: Mapping[str, Any]) -> None:
     """Raise UserError, with the key, for what the package's workers and setup do not support."""
+    if is_single_controller(master):
+        raise UserError(NEEDS_NEMO_RLS)
     if at(master, "data.use_multiple_dataloader", False):
         raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
     if not master["loss_fn"].get("force_on_policy_ratio"):
