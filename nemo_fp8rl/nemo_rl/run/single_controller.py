@@ -18,6 +18,7 @@ from nemo_rl.algorithms.single_controller_utils.config import validate_single_co
 from ray.exceptions import RayError
 
 from nemo_fp8rl.common.errors import UserError, single_line
+from nemo_fp8rl.nemo_rl.adapters import environment
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe
 from nemo_fp8rl.nemo_rl.refit_transport.reporting import ReportingSynchronizer
 from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE
@@ -51,12 +52,13 @@ def run(master: Any, recipe: NemoRlRecipe, tokenizer: Any) -> bool:
         arguments, timings = controller_setup.setup_single_controller(master, tokenizer)
     arguments = with_parts_of_ours(arguments, loss)
     try:
+        environment.check_data(master.data, arguments.dataloader.dataset, None)
         actor = SingleControllerActor.remote(master_config=master, actor_args=arguments, setup_timing_metrics=timings)
         steps = wait(actor, master.async_rl.stall_watchdog)["train_steps"]
     finally:
-        for environment in arguments.env_handles.values():
+        for handle in arguments.env_handles.values():
             with suppress(RayError):
-                ray.get(environment.shutdown.remote(), timeout=SHUTDOWN_SECONDS)
+                ray.get(handle.shutdown.remote(), timeout=SHUTDOWN_SECONDS)
         for workers in (arguments.gen_handle, arguments.trainer_handle):
             with suppress(Exception):
                 workers.shutdown()

@@ -13,6 +13,7 @@ import ray
 import torch
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE
@@ -26,6 +27,7 @@ EXAMPLE = "grpo-llama3.1-8b-instruct-2n8g-async-1off-single-controller-streaming
 FP8 = (
     "policy.generation.vllm_cfg.precision=fp8",
     "++policy.megatron_cfg.fp8_cfg={enabled: true, fp8: e4m3, fp8_recipe: blockwise, fp8_param: false}",
+    "++policy.megatron_cfg.env_vars={NVTE_FP8_BLOCK_SCALING_FP32_SCALES: '1'}",
 )
 ROWS, COLUMNS = 6, 9
 
@@ -81,7 +83,8 @@ def loss_of(single_controller):
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    hook = {"worker_process_setup_hook": PREPARE_PROCESS}
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=hook)
     yield
     ray.shutdown()
 
@@ -142,13 +145,19 @@ def test_chunks_without_a_normalizer_sum_to_the_loss_of_the_step(loss_of, keys):
     assert expected != 0
 
 
-def make_arguments(single_controller, loss, transport=None, **fakes):
+def make_arguments(single_controller, loss, transport=None):
     """NeMo RL's arguments of its actor, with fake workers."""
     kind = single_controller.controller_setup.SingleControllerActorArgs
     workers = FakeWorkers({"refit_transport": transport})
     required = {field.name: None for field in dataclasses.fields(kind)}
     parts = {"gen_handle": workers, "trainer_handle": workers, "loss_fn": loss, "weight_synchronizer": "NeMo RL's"}
-    return kind(**{**required, **parts, "env_handles": {}, **fakes})
+    return kind(**{**required, **parts, "env_handles": {}, "dataloader": FakeLoader()})
+
+
+class FakeLoader:
+    """In place of the prompts."""
+
+    dataset = None
 
 
 class FakeWorkers:
@@ -215,7 +224,7 @@ def test_the_trainer_gets_workers_that_stream_fp8(single_controller, load, monke
     monkeypatch.setattr(venvs, "create_local_venv_on_each_node", lambda command, name: "/venvs/python")
     setup = single_controller.controller_setup
     monkeypatch.setattr(setup, "TQPolicy", lambda **given: given)
-    master, recipe = load(*FP8)
+    master, recipe = load(*FP8, "cluster.num_nodes=1")
     single_controller.prepare_nemo_rl_workers(master, recipe)
     assert master.policy["generation"]["refit_transport"] == ENGINE
     assert "quantization_config" in master.policy["hf_config_overrides"]  # which the engine gets
@@ -238,22 +247,22 @@ class Goes(Exception):
         ([], None),
         (FP8, None),
         (
-            ["async_rl.max_buffered_rollouts=1"],
-            "NeMo RL's single controller refuses this recipe: max_buffered_rollouts",
+            ["async_rl.min_groups_for_streaming_train=1000"],
+            "NeMo RL's single controller refuses this recipe: grpo.num_prompts_per_step",
         ),
         (["policy.train_global_batch_size=64"], "train_global_batch_size"),
         (
             [*FP8, "++policy.generation.vllm_cfg.kv_cache_dtype=fp8"],
             "kv_cache_dtype=fp8 with NeMo RL's own workers is n",
         ),
-        (["++nemo_fp8rl={workers: ours}"], "this package's have no such client"),
+        (["++nemo_fp8rl.workers=ours"], "this package's have no such client"),
     ],
 )
 def test_a_recipe_is_judged_before_ray_starts(example, keys, monkeypatch, overrides, message):
     def goes(*given, **options):
         raise Goes
 
-    if "++nemo_fp8rl={workers: ours}" not in overrides:
+    if "++nemo_fp8rl.workers=ours" not in overrides:
         monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked: False)
     monkeypatch.setattr(run_loop, "_ray", goes)
     with pytest.raises(UserError if message else Goes, match=message):
