@@ -34,6 +34,7 @@ ARGUMENTS = {
 ON_ONE_GPU = {
     "align": ["--dry-run", "--json", "{}/figures.json"],
     "bits": ["--dry-run", "--json", "{}/figures.json"],
+    "nemo_rl": ["--dry-run", "--json", "{}/figures.json"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
 }
 """Scripts of benchmarks/gpu. A dry run is on a CPU, on Triton's interpreter."""
@@ -101,9 +102,13 @@ def test_it_runs(name, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ON_ONE_GPU)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nemo_rl] * (name == "nemo_rl")) for name in ON_ONE_GPU]
+)
 def test_a_script_for_one_gpu_runs(name, tmp_path):
     """On a CPU as its dry run."""
+    if name == "nemo_rl" and "NEMO_RL_SRC" not in os.environ:
+        pytest.skip("NEMO_RL_SRC names no checkout of NeMo RL's main")
     if name == "quantize" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     arguments = [argument.format(tmp_path) for argument in ON_ONE_GPU[name]]
@@ -116,6 +121,13 @@ def test_a_script_for_one_gpu_runs(name, tmp_path):
         formulas = [row for (section, _), row in rows.items() if section == "operations" and "formula" in row]
         assert len(formulas) > 10
         assert all(row["formula"] == row["row_alone"] == 1 for row in formulas)
+    if name == "nemo_rl":
+        carriers = {case: row["carrier"].partition(":")[0].partition(" (")[0] for (_, case), row in rows.items()}
+        assert carriers == {
+            "NeMo RL alone, command": "refits go by NeMo RL's broadcast in BF16",
+            "FP8 over its transport, command": "refits go by NeMo RL's own transport",
+            "checkpoint engine, command": "refits go by our checkpoint engine",
+        }
     if name == "align":
         for flow in ("fp8_e2e", "bf16"):
             assert rows[f"the loop: {flow}", f"{flow}, align=vllm"]["exact_logprob_fraction"] == 1
@@ -123,6 +135,20 @@ def test_a_script_for_one_gpu_runs(name, tmp_path):
             assert rows[f"the loop: {flow}", f"{flow}, align=vllm, first difference"]["first"] == "no difference"
         assert "layer 0" in rows["a flow that differs", "bf16, align=none, first difference"]["first"]
         assert rows["the loop: FP8 KV cache", "fp8_e2e, FP8 KV cache, align=vllm"]["refused"]
+
+
+def test_a_run_of_nemo_rl_is_read_from_its_latest_attempt_without_the_first_steps(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    from benchmarks.gpu.nemo_rl import METRICS, describe, read_metrics
+
+    for attempt, seconds in (("exp_001", [50.0]), ("exp_002", [90.0, 80.0, 3.0, 4.0, 5.0, 6.0])):
+        with SummaryWriter(str(tmp_path / attempt / "tensorboard")) as writer:
+            for step, value in enumerate(seconds, 1):
+                writer.add_scalar(METRICS["step_seconds"], value, step)
+                writer.add_scalar(METRICS["token_mult_prob_error"], 1.25, step)
+    assert read_metrics(tmp_path) == {"steps": 6, "step_seconds": 4.5, "token_mult_prob_error": 1.25}
+    assert describe(read_metrics(tmp_path)) == "token_mult_prob_error 1.2500, step 4.5 s"
 
 
 def test_the_first_difference_is_the_first_in_order_of_computation():

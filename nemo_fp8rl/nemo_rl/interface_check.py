@@ -12,7 +12,15 @@ from pathlib import Path
 import nemo_fp8rl
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.checkout import Checkout
-from nemo_fp8rl.nemo_rl.recipe.source_signatures import Parameters, find, imports, is_abstract, methods, parse
+from nemo_fp8rl.nemo_rl.recipe.source_signatures import (
+    Parameters,
+    annotated,
+    find,
+    imports,
+    is_abstract,
+    methods,
+    parse,
+)
 
 PACKAGE = Path(nemo_fp8rl.__file__).parent
 CALLERS = ("algorithms", "experience", "weight_sync")
@@ -83,6 +91,18 @@ CALLS_OF_NEMO_RLS = (
     Call("utils/venvs.py", "create_local_venv_on_each_node", 2),
     Call("models/policy/utils.py", "get_runtime_env_for_policy_worker", 1),
 )
+CONTROLLER = "algorithms/single_controller.py"
+CONTROLLER_SETUP = "algorithms/single_controller_utils/setup.py"
+CALLS_OF_SINGLE_CONTROLLER = (
+    Call(CONTROLLER_SETUP, "setup_single_controller", 2),
+    Call("algorithms/single_controller_utils/config.py", "validate_single_controller_config", 1),
+    *(Call(CONTROLLER, f"SingleControllerActor.{name}") for name in ("run", "ping")),
+    Call(CONTROLLER, "SingleControllerActor.__init__", 0, ("master_config", "actor_args", "setup_timing_metrics")),
+    Call(CONTROLLER_SETUP, "TQPolicy"),  # replaced there
+    Call("models/policy/tq_policy.py", "TQPolicy.begin_train_step", 1),
+)
+ACTOR_ARGUMENTS = ("env_handles", "gen_handle", "loss_fn", "trainer_handle", "weight_synchronizer")
+"""Fields of SingleControllerActorArgs that are read or replaced."""
 WORKER = "models/policy/workers/megatron_policy_worker.py", "MegatronPolicyWorkerImpl"
 CALLS_WITH_FP8 = (
     Call(WORKER[0], f"{WORKER[1]}._is_fp8_export"),
@@ -118,12 +138,13 @@ ENGINE = Implementation(
 """Optional: v0.7.x has no such interface."""
 
 
-def check_interface(checkout: Checkout, uses_package: bool) -> None:
+def check_interface(checkout: Checkout, uses_package: bool, single_controller: bool = False) -> None:
     """Raise UserError, with every difference, if a run could fail for a signature that this package does not know.
 
-    uses_package: trainer and engines are this package's
+    uses_package:       trainer and engines are this package's
+    single_controller:  NeMo RL's single controller runs, rather than one of its loops
     """
-    problems = list(describe_differences(checkout, uses_package))
+    problems = list(describe_differences(checkout, uses_package, single_controller))
     if problems:
         raise UserError(
             f"{checkout.root} is NeMo RL {checkout.version} with an interface that this package does not know: "
@@ -131,8 +152,14 @@ def check_interface(checkout: Checkout, uses_package: bool) -> None:
         )
 
 
-def describe_differences(checkout: Checkout, uses_package: bool) -> Iterator[str]:
+def describe_differences(checkout: Checkout, uses_package: bool, single_controller: bool = False) -> Iterator[str]:
     """Yield one phrase for each difference that a run could fail for."""
+    if single_controller:
+        yield from (phrase for call in CALLS_OF_SINGLE_CONTROLLER for phrase in _check_call(checkout, call))
+        fields = annotated(find(checkout.package / CONTROLLER_SETUP, "SingleControllerActorArgs"))
+        for name in ACTOR_ARGUMENTS:
+            if name not in fields:
+                yield f"SingleControllerActorArgs of nemo_rl/{CONTROLLER_SETUP} has no {name}"
     calls, implementations = [*CALLS, *(CALLS_OF_OURS if uses_package else CALLS_OF_NEMO_RLS)], list(OUR_WORKERS)
     if not uses_package:
         with_fp8 = checkout.engines_survive_fp8_refit

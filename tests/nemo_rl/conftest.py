@@ -115,7 +115,7 @@ def kill_unfinished_runs() -> Iterator[None]:
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> Path:
     """A stand-in for NeMo RL 0.7.0, named by NEMO_RL_SRC. It has no loops whose signatures could be known."""
-    monkeypatch.setattr("nemo_fp8rl.nemo_rl.run.run_loop.check_interface", lambda checkout, uses_package: None)
+    monkeypatch.setattr("nemo_fp8rl.nemo_rl.run.run_loop.check_interface", lambda *arguments: None)
     root = tmp_path / "RL"
     write(root / "nemo_rl/package_info.py", "MAJOR = 0\nMINOR = 7\nPATCH = 0\n")
     write(root / "nemo_rl/algorithms/grpo.py", CLASSES)

@@ -34,6 +34,36 @@ def test_the_checkout_has_the_interface_that_this_package_knows(real_checkout, u
     check_interface(find_checkout(), uses_package)
 
 
+def test_the_checkout_has_the_single_controller_that_this_package_knows_or_none(real_checkout):
+    differences = list(describe_differences(find_checkout(), False, single_controller=True))
+    if (real_checkout / "nemo_rl/algorithms/single_controller.py").exists():
+        assert differences == []
+    else:
+        assert "nemo_rl/algorithms/single_controller_utils/setup.py has no setup_single_controller" in differences
+
+
+@pytest.mark.parametrize(
+    ("change", "phrase"),
+    [
+        (("def setup_single_controller(", "def set_up("), "has no setup_single_controller"),
+        (("    loss_fn: LossFunction\n", "    loss: LossFunction\n"), "SingleControllerActorArgs of .* has no loss_fn"),
+        (("import TQPolicy", "import Policy"), "has no TQPolicy"),
+        (
+            ("    tokenizer: PreTrainedTokenizerBase,\n    *,", "    tokenizer: str,\n    world: int,\n    *,"),
+            "requires world",
+        ),
+    ],
+)
+def test_a_future_single_controller_is_named(edited, real_checkout, change, phrase):
+    file = "algorithms/single_controller_utils/setup.py"
+    if not (real_checkout / "nemo_rl" / file).exists():
+        pytest.skip("v0.7.x has no single controller")
+    checkout = edited((file, *change))
+    check_interface(checkout, False)  # its loops do not mind
+    with pytest.raises(UserError, match=phrase):
+        check_interface(checkout, False, single_controller=True)
+
+
 def test_what_is_known_is_read_from_the_checkout(real_checkout):
     """Else the test above could not fail."""
     package = real_checkout / "nemo_rl"

@@ -90,7 +90,12 @@ def _count_reward_model_gpus(values: Mapping[str, Any]) -> int:
 
 def is_asynchronous(master: Mapping[str, Any]) -> bool:
     """Return whether NeMo RL's loop generates while it trains."""
-    return bool(at(master, "grpo.async_grpo.enabled", False))
+    return bool(at(master, "grpo.async_grpo.enabled", False)) or is_single_controller(master)
+
+
+def is_single_controller(master: Mapping[str, Any]) -> bool:
+    """Return whether the recipe is for NeMo RL's single controller: only its recipes have this block."""
+    return bool(at(master, "async_rl", None))
 
 
 def is_colocated(generation: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@
 would refuse a recipe late: its loop after the workers are loaded, its `setup` after the cluster has started.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,12 @@ from nemo_fp8rl.algorithms.loss_config import LossConfig, resolve_correction
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block, to_block
 from nemo_fp8rl.data.chat_template import why_no_template
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, is_asynchronous, is_colocated
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import (
+    check_division,
+    is_asynchronous,
+    is_colocated,
+    is_single_controller,
+)
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.rewards import dataset_blocks, reward_names
 
@@ -24,6 +29,16 @@ OTHER_LAUNCHERS = {
     "env.should_use_nemo_gym": "needs NeMo Gym's servers, which this command does not start",
 }
 """Keys for which NeMo RL has other launchers or other components, and the reason."""
+SINGLE_CONTROLLER_KEYS = ("async_rl", "data_plane.enabled")
+"""Keys that the single controller needs and no other loop has."""
+VALIDATION = {"grpo.val_period": 0, "grpo.val_at_start": False, "grpo.val_at_end": False}
+"""Keys of the validation, and the values with which there is none."""
+NEEDS_NEMO_RLS = (
+    "async_rl is for NeMo RL's single controller, which gives batches to its own workers over TransferQueue, and this "
+    "package's have no such client: run it on GPUs with nemo_fp8rl.workers=nemo_rl, or remove async_rl and set "
+    "grpo.async_grpo.enabled=true and data_plane.enabled=false"
+)
+"""Refusal of the package's workers."""
 SYNCHRONOUS_KEYS = (
     *("grpo.use_dynamic_sampling", "grpo.reward_shaping.enabled", "grpo.reward_scaling.enabled"),
     "data.use_multiple_dataloader",
@@ -35,13 +50,16 @@ NO_LOGPROBS = "the log-probs that loss_fn.force_on_policy_ratio does not compute
 
 
 def check_loop(master: Mapping[str, Any]) -> None:
-    """Check a recipe for NeMo RL's two loops, with either kind of workers.
+    """Check a recipe for NeMo RL's two loops, with either kind of workers, and for its single controller.
 
     Raises: UserError, with the key, for what the loops do not support, what NeMo RL's `setup` would refuse, and an
         invalid loss
     """
-    check_launcher(master)
-    if at(master, "grpo.async_grpo", {}) is None:
+    single_controller = is_single_controller(master)
+    check_launcher(master, SINGLE_CONTROLLER_KEYS if single_controller else ())
+    if single_controller:
+        check_single_controller(master)
+    elif at(master, "grpo.async_grpo", {}) is None:
         raise UserError(
             "grpo.async_grpo is null, which is for NeMo RL's single controller: set grpo.async_grpo.enabled=false"
         )
@@ -77,6 +95,25 @@ def check_loop(master: Mapping[str, Any]) -> None:
     _check_environments(master)
     check_loss(master)
     check_setup(master)
+
+
+def check_single_controller(master: Mapping[str, Any]) -> None:
+    """Raise UserError, with the key, for what NeMo RL's launcher or setup of the single controller would refuse.
+
+    Its rules of staleness, buffers and batch sizes are checked by its own function (`run.single_controller`).
+    """
+    if at(master, "grpo.async_grpo", {}) is not None:  # NeMo RL's default is a block
+        raise UserError("async_rl, NeMo RL's single controller, needs grpo.async_grpo=null: set one of the two")
+    if not at(master, "data_plane.enabled", False):
+        raise UserError("async_rl, NeMo RL's single controller, needs data_plane.enabled=true")
+    for key, without in VALIDATION.items():
+        if value := at(master, key, without):
+            raise UserError(f"{key}={value}: NeMo RL's single controller cannot validate; set it to {without}")
+    if at(master, "nemo_fp8rl.mismatch_alarm", None) == "stop":
+        raise UserError(
+            "nemo_fp8rl.mismatch_alarm=stop: NeMo RL's single controller logs in an actor of its own, where this "
+            "package cannot watch the metric; set it to none"
+        )
 
 
 def _check_validation(master: Mapping[str, Any]) -> None:
@@ -120,10 +157,13 @@ def _check_environments(master: Mapping[str, Any]) -> None:
                 raise UserError("env.math.num_workers is missing or null: set how many processes verify answers")
 
 
-def check_launcher(master: Mapping[str, Any]) -> None:
-    """Raise UserError, with the key, for a recipe that needs another launcher or other components of NeMo RL."""
+def check_launcher(master: Mapping[str, Any], allowed: Collection[str] = ()) -> None:
+    """Raise UserError, with the key, for a recipe that needs another launcher or other components of NeMo RL.
+
+    allowed: keys of OTHER_LAUNCHERS that the caller can follow
+    """
     for key, why in OTHER_LAUNCHERS.items():
-        if value := at(master, key, None):
+        if (value := at(master, key, None)) and key not in allowed:
             subject = key if isinstance(value, Mapping) else f"{key}={value}"
             raise UserError(f"{subject} {why}: remove it, or run the recipe with NeMo RL alone")
     if at(master, "grpo.adv_estimator.name", None) == "opd":
@@ -187,7 +227,7 @@ def check_setup(master: Mapping[str, Any]) -> None:
     grpo, loss, generation = master["grpo"], master["loss_fn"], master["policy"]["generation"]
     if loss.get("force_on_policy_ratio"):
         _check_on_policy(master)
-    if is_asynchronous(master):
+    if is_asynchronous(master) and not is_single_controller(master):
         _check_asynchronous(master)
     if not grpo.get("use_dynamic_sampling") and grpo.get("batch_multiplier", 1) != 1:
         raise UserError("grpo.batch_multiplier needs grpo.use_dynamic_sampling=true; set it to 1")
@@ -206,6 +246,8 @@ def check_setup(master: Mapping[str, Any]) -> None:
 
 def check_for_package_workers(master: Mapping[str, Any]) -> None:
     """Raise UserError, with the key, for what the package's workers and setup do not support."""
+    if is_single_controller(master):
+        raise UserError(NEEDS_NEMO_RLS)
     if at(master, "data.use_multiple_dataloader", False):
         raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
     if not master["loss_fn"].get("force_on_policy_ratio"):

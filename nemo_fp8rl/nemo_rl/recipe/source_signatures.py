@@ -81,12 +81,16 @@ def is_abstract(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("abstractmethod" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
+def annotated(definition: Definition | None) -> dict[str, ast.expr | None]:
+    """Return the annotated fields of a class, by name, with their defaults; None is no default."""
+    nodes = [] if definition is None else _statements(definition)
+    return {ast.unparse(node.target): node.value for node in nodes if isinstance(node, ast.AnnAssign)}
+
+
 def lacks_default(definition: Definition | None, field: str) -> bool:
     """Return whether a config class has this field, and gives it no default."""
-    nodes = [] if definition is None else _statements(definition)
-    return any(
-        isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == field and node.value is None for node in nodes
-    )
+    fields = annotated(definition)
+    return field in fields and fields[field] is None
 
 
 def _statements(scope: ast.Module | Definition) -> Iterator[ast.stmt]:

@@ -21,7 +21,7 @@ PROMPT_KEYS = ("prompt_file", "system_prompt_file")
 def load_master_config(grpo: ModuleType, path: Path, overrides: Sequence[str]) -> Any:
     """Load NeMo RL's MasterConfig.
 
-    grpo:    nemo_rl.algorithms.grpo, as `compat.prepare` returns it
+    grpo:    nemo_rl.algorithms.grpo, as `compat.prepare` returns it, or another module with a MasterConfig
     Raises: UserError for a recipe that NeMo RL refuses, and for a prompt file that does not exist
     """
     from nemo_rl.utils.config import (

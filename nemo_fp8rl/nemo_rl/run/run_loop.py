@@ -18,10 +18,10 @@ from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, completed_steps, finish_c
 from nemo_fp8rl.nemo_rl.interface_check import check_interface
 from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC
 from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_recipe
-from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
+from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, is_single_controller
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe, load_recipe
-from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
+from nemo_fp8rl.nemo_rl.recipe.recipe_checks import NEEDS_NEMO_RLS, check_loop
 from nemo_fp8rl.nemo_rl.recipe.rewards import check_rewards
 from nemo_fp8rl.nemo_rl.run.async_loop_watch import Watch
 from nemo_fp8rl.nemo_rl.run.loop_stop import LoopStop, StoppableDataloader
@@ -66,14 +66,25 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         f"(nemo_fp8rl.workers={recipe.fp8rl.workers})",
         flush=True,
     )
+    controlled = is_single_controller(recipe.values)
+    if controlled and uses_package:
+        raise UserError(NEEDS_NEMO_RLS)
     check_local_gpu(recipe.precision.flow)
     if uses_package:
         require_token()
     else:
         check_stock(recipe.values, recipe.checkout.engines_survive_fp8_refit)
-    check_interface(recipe.checkout, uses_package)
+    check_interface(recipe.checkout, uses_package, controlled)
     grpo = prepare()
-    master = load_master_config(grpo, path, overrides)
+    if controlled:
+        from nemo_rl.algorithms import single_controller_utils
+
+        from nemo_fp8rl.nemo_rl.run import single_controller
+
+        master = load_master_config(single_controller_utils, path, overrides)
+        single_controller.check_config(master)
+    else:
+        master = load_master_config(grpo, path, overrides)
 
     from nemo_rl.algorithms.utils import get_tokenizer, set_seed
     from nemo_rl.data.utils import setup_response_data
@@ -103,6 +114,10 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
         stack.enter_context(_ray(processes + 2, uses_package, log_to_driver=is_asynchronous(recipe.values)))
         check_cluster(recipe.precision.flow)
         environment.register(uses_package, master)
+        if controlled:
+            limit_time(master.checkpointing)
+            with reward_errors():
+                return single_controller.run(master, recipe, tokenizer)
         data, val_data, envs, val_envs = setup_response_data(tokenizer, master.data, master.env)
         environment.check_data(master.data, data, val_data)
         set_up = set_up_package_workers if uses_package else set_up_nemo_rl_workers

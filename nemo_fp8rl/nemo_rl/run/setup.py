@@ -155,29 +155,11 @@ def set_up_nemo_rl_workers(
     grpo: ModuleType, master: Any, recipe: NemoRlRecipe, tokenizer: Any, data: Any, val_data: Any
 ) -> Iterator[LoopArguments]:
     """Run NeMo RL's own `setup` with its own workers; an FP8 recipe gets FP8 on the wire between them."""
-    from transformers import AutoConfig
-
-    from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
     from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import watch_logger
     from nemo_fp8rl.nemo_rl.refit_transport.reporting import report_refits
-    from nemo_fp8rl.nemo_rl.stock.refit_choice import choose_refit
-    from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers, declare_kv_cache, policy_factory
+    from nemo_fp8rl.nemo_rl.stock.worker_choice import declare_kv_cache, policy_factory
 
-    for name in PACKAGE_WORKER_KEYS:
-        if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name):
-            print(f"nemo-fp8rl: nemo_fp8rl.{name} has no effect on NeMo RL's own workers", flush=True)
-    trainer = master.policy.get("megatron_cfg") or {}
-    fused = bool(trainer.get("enabled") and trainer.get("use_fused_linear_logprobs"))
-    loss = GrpoLossFn(loss_keys(master.model_dump()), fused, recipe.fp8rl.correction)
-    experts = True
-    if recipe.precision.flow != "bf16":  # in bfloat16 NeMo RL also runs models whose config cannot be read this way
-        model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
-        latent = getattr(model, "kv_lora_rank", None) is not None
-        experts = any(getattr(model, name, None) for name in EXPERTS)
-        choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.engines_survive_fp8_refit, latent)
-        nodes, has_engines = recipe.values["cluster"]["num_nodes"], recipe.checkout.has_checkpoint_engines
-        carrier = choose_refit(master.policy, recipe.fp8rl.refit, nodes, has_engines)
-        print(f"nemo-fp8rl: {carrier}", flush=True)
+    loss, experts = prepare_nemo_rl_workers(master, recipe)
     policy, generation, _, _, prompts, val_prompts, _, logger, checkpointer, state, master, *_ = grpo.setup(
         master, tokenizer, data, val_data, policy_factory=policy_factory
     )
@@ -191,6 +173,33 @@ def set_up_nemo_rl_workers(
         )
     finally:
         generation.shutdown()
+
+
+def prepare_nemo_rl_workers(master: Any, recipe: NemoRlRecipe) -> tuple[Any, bool]:
+    """Choose in NeMo RL's config how its own workers refit, and say so.
+
+    Returns: the package's loss, and whether the model may be a mixture of experts
+    """
+    from transformers import AutoConfig
+
+    from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
+    from nemo_fp8rl.nemo_rl.stock.refit_choice import choose_refit
+    from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers
+
+    for name in PACKAGE_WORKER_KEYS:
+        if getattr(recipe.fp8rl, name) != getattr(Fp8RlConfig(), name):
+            print(f"nemo-fp8rl: nemo_fp8rl.{name} has no effect on NeMo RL's own workers", flush=True)
+    trainer = master.policy.get("megatron_cfg") or {}
+    fused = bool(trainer.get("enabled") and trainer.get("use_fused_linear_logprobs"))
+    loss = GrpoLossFn(loss_keys(master.model_dump()), fused, recipe.fp8rl.correction)
+    if recipe.precision.flow == "bf16":  # NeMo RL also runs models whose config cannot be read this way
+        return loss, True
+    model = AutoConfig.from_pretrained(master.policy["model_name"]).get_text_config()
+    latent = getattr(model, "kv_lora_rank", None) is not None
+    choose_workers(master.policy, model.num_hidden_layers, recipe.checkout.engines_survive_fp8_refit, latent)
+    nodes, has_engines = recipe.values["cluster"]["num_nodes"], recipe.checkout.has_checkpoint_engines
+    print(f"nemo-fp8rl: {choose_refit(master.policy, recipe.fp8rl.refit, nodes, has_engines)}", flush=True)
+    return loss, any(getattr(model, name, None) for name in EXPERTS)
 
 
 def _count_steps(recipe: NemoRlRecipe, prompts: Any) -> int:

@@ -77,16 +77,19 @@ def choose_workers(policy: dict[str, Any], num_hidden_layers: int, survives_refi
         vllm["env_vars"] = {**(vllm.get("env_vars") or {}), E8M0: "0"}
 
 
-def policy_factory(config: Any, **arguments: Any) -> Any:
+def policy_factory(config: Any, policy_class: Any = None, **arguments: Any) -> Any:
     """Build NeMo RL's policy, with workers that stream FP8 if `choose_workers` chose them.
 
     It is the argument policy_factory of NeMo RL's `setup`.
+
+    policy_class: NeMo RL's Policy or a subclass; None is Policy
     """
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.models.policy.lm_policy import Policy
 
+    build = policy_class or Policy
     if STREAM_KEY not in config:
-        return Policy(config=config, **arguments)
+        return build(config=config, **arguments)
     from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
     python = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
@@ -94,7 +97,7 @@ def policy_factory(config: Any, **arguments: Any) -> Any:
         python = create_local_venv_on_each_node(python, STOCK_WORKER)
     ACTOR_ENVIRONMENT_REGISTRY[TRAINER_WORKER] = python
     config = {**config, OVERRIDES: config[STREAM_KEY][OVERRIDES], "generation": _with_kv_cache(config["generation"])}
-    return Policy(config=config, **arguments, worker_extension_cls_fqn=TRAINER_WORKER)
+    return build(config=config, **arguments, worker_extension_cls_fqn=TRAINER_WORKER)
 
 
 def declare_kv_cache(generation: Any, policy: Mapping[str, Any]) -> None:

@@ -47,6 +47,9 @@ env: {should_use_nemo_gym: false, reward_model: {resources: {gpus_per_node: 1, n
 MB_TOKENS = "train_mb_tokens: 512, logprob_mb_tokens: 512"
 ASYNC = "++grpo.async_grpo={enabled: true, max_trajectory_age_steps: 1}"
 OFF_POLICY = "loss_fn.use_importance_sampling_correction=true"
+CONTROLLED = "++async_rl={max_weight_staleness_versions: 2}"
+TRANSFER_QUEUE = "++data_plane={enabled: true}"
+CONTROLLER = [CONTROLLED, TRANSFER_QUEUE, "++grpo.async_grpo=null"]
 ENGINE = "policy.generation.vllm_cfg.async_engine=true"
 APART = "policy.generation.colocated.enabled=false"
 HALF = "policy.generation.colocated.resources.gpus_per_node=4"
@@ -82,7 +85,18 @@ def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
         ([ASYNC, "++grpo.reward_shaping={enabled: true}"], r"grpo\.reward_shaping\.enabled=true .*asynchronous"),
         ([ASYNC, "++grpo.reward_scaling={enabled: true}"], r"grpo\.reward_scaling\.enabled=true .*asynchronous"),
         ([ASYNC, "++data.use_multiple_dataloader=true"], r"data\.use_multiple_dataloader=true .*asynchronous"),
-        (["++async_rl={max_weight_staleness_versions: 2}"], "async_rl is for NeMo RL's single controller"),
+        ([CONTROLLED, "++grpo.async_grpo=null"], r"async_rl, .*, needs data_plane\.enabled=true"),
+        ([CONTROLLED, TRANSFER_QUEUE], r"async_rl, .*, needs grpo\.async_grpo=null"),
+        (
+            [CONTROLLED, TRANSFER_QUEUE, "++grpo={async_grpo: null, val_period: 5}"],
+            r"grpo\.val_period=5: .* set it to 0",
+        ),
+        (
+            [CONTROLLED, TRANSFER_QUEUE, "++grpo={async_grpo: null, val_at_end: true}"],
+            r"grpo\.val_at_end=True: .*to Fal",
+        ),
+        ([*CONTROLLER, "++nemo_fp8rl.mismatch_alarm=stop"], r"nemo_fp8rl\.mismatch_alarm=stop: .* set it to none"),
+        ([*CONTROLLER, "++grpo.use_dynamic_sampling=true"], r"grpo\.use_dynamic_sampling=true .*asynchronous"),
         (["++grpo.async_grpo=null"], r"grpo\.async_grpo is null.*set grpo\.async_grpo\.enabled=false"),
         (["++data_plane={enabled: true}"], r"data_plane\.enabled=True needs NeMo RL's loop over TransferQueue"),
         (["++on_policy_distillation={enabled: true}"], r"on_policy_distillation\.enabled=True .*teachers"),
@@ -208,6 +222,14 @@ def test_what_nemo_rls_own_workers_assert_is_refused_before_anything_is_loaded(p
     monkeypatch.setattr(run_loop, "prepare", goes)
     with pytest.raises(UserError if message else Goes, match=message):
         run_loop.run(path, keys)
+
+
+def test_the_single_controller_has_no_workers_of_this_package(path, monkeypatch):
+    monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked: True)
+    with pytest.raises(
+        UserError, match=r"async_rl is for .* no such client: run it on GPUs with nemo_fp8rl\.workers=ne"
+    ):
+        run_loop.run(path, CONTROLLER)
 
 
 def test_our_own_loop_refuses_a_recipe_for_the_single_controller(path):
