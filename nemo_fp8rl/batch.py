@@ -46,7 +46,10 @@ class Completion:
     token_ids:      generated tokens; the end-of-sequence token is the last one when finish_reason is "stop"
     logprobs:       log-probability of each token under the distribution that it was sampled from; empty when the
                     request did not ask for log-probs
-    policy_version: the refit whose weights produced every one of these tokens
+    policy_version: the version of the weights, as its refit counts it, that the engine had when it took the prompt: no
+                    token and no key in the answer's context is of an older one
+    version_starts: (first token, version) in order, where the weights changed under the answer or before its first
+                    token; empty: every token was sampled from policy_version
     routed_experts: int16 [computed tokens of prompt and answer, layers, top k], -1 where an expert is unknown; None
                     without `policy.router_replay`
     """
@@ -56,6 +59,14 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     policy_version: int
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    version_starts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def token_versions(self) -> tuple[int, ...]:
+        """The version that each token was sampled from."""
+        starts = self.version_starts or ((0, self.policy_version),)
+        ends = [start for start, _ in starts[1:]] + [len(self.token_ids)]
+        return tuple(version for (start, version), end in zip(starts, ends, strict=True) for _ in range(start, end))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +113,9 @@ class RolloutBatch(SequenceBatch):
     token_mask: Tensor  # float32 [B, T], 1 where the token was generated
     sample_mask: Tensor  # float32 [B], 0 drops the whole sample
     generation_logprobs: Tensor  # float32 [B, T], the engine's; 0 where no engine sampled
+    # int64 [B, T]: the version that a token was sampled from; of a prompt's token, the version that the engine had when
+    # it took the prompt; -1 for padding and where it is unknown. None where a run does not ask for it
+    token_versions: Tensor | None = None
 
     @property
     def loss_mask(self) -> Tensor:
@@ -162,18 +176,27 @@ class LossTotals:
 BatchT = TypeVar("BatchT", bound=SequenceBatch)
 
 
-def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_token_id: int) -> RolloutBatch:
-    """Return the batch whose row i is prompts[i] followed by completions[i]; every sample_mask is 1."""
+def collate(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], pad_token_id: int, with_versions: bool = False
+) -> RolloutBatch:
+    """Return the batch whose row i is prompts[i] followed by completions[i]; every sample_mask is 1.
+
+    with_versions:  fill `token_versions`
+    """
     rows = [(*p.token_ids, *c.token_ids) for p, c in zip(prompts, completions, strict=True)]
     b, t = len(rows), max(len(row) for row in rows)
     input_ids = torch.full((b, t), pad_token_id, dtype=torch.int64)
     token_mask, generation_logprobs = torch.zeros(b, t), torch.zeros(b, t)
+    token_versions = torch.full((b, t), -1, dtype=torch.int64) if with_versions else None
     for i, (row, prompt, completion) in enumerate(zip(rows, prompts, completions, strict=True)):
         start, end = len(prompt.token_ids), len(row)
         input_ids[i, :end] = torch.tensor(row)
         token_mask[i, start:end] = 1.0
         if completion.logprobs:
             generation_logprobs[i, start:end] = torch.tensor(completion.logprobs)
+        if token_versions is not None:
+            versions = (completion.policy_version,) * start + completion.token_versions
+            token_versions[i, :end] = torch.tensor(versions)
     return RolloutBatch(
         input_ids=input_ids,
         input_lengths=torch.tensor([len(row) for row in rows]),
@@ -181,6 +204,7 @@ def collate(prompts: Sequence[Prompt], completions: Sequence[Completion], pad_to
         token_mask=token_mask,
         sample_mask=torch.ones(b),
         generation_logprobs=generation_logprobs,
+        token_versions=token_versions,
     )
 
 

@@ -15,7 +15,7 @@ from nemo_fp8rl.algorithms.policy_update import Judgement, average_steps, judge_
 from nemo_fp8rl.assemble import backends, build_bridge, explained_by, refit_or_stop
 from nemo_fp8rl.batch import Prompt, ScoredBatch, SequenceBatch, collate, collate_prompts
 from nemo_fp8rl.common.display import Display
-from nemo_fp8rl.common.errors import StepRefused
+from nemo_fp8rl.common.errors import StepRefused, UserError
 from nemo_fp8rl.common.machine import describe_processors
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.schema import Config
@@ -115,6 +115,8 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
     resume, restartable:  see RunDirectory
     resume_hint:          the option or command that an interrupted run names for its continuation
     """
+    if cfg.grpo.async_grpo.enabled:
+        raise UserError("grpo.async_grpo.enabled=true is for NeMo RL's loop (nemo-fp8rl nemo); set it to false")
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     cfg = pin_commits(cfg, recorded_recipe(cfg) if resume or restartable else {})
     hf = read_hf_config(cfg.policy.model_name)
@@ -345,7 +347,8 @@ def _step_metrics(
     trained:  metrics of the optimizer steps; skipped: how many steps did not take place
     """
     batch = judgement.batch
-    metrics = trained | judgement.mismatch | judgement.mismatch_by_position | judgement.correction
+    metrics = trained | judgement.mismatch | judgement.mismatch_by_position | judgement.mismatch_by_lag
+    metrics |= judgement.correction
     metrics |= known_route_share(batch)
     metrics |= {
         "reward": float(rollout.all_rewards.mean()),

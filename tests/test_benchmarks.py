@@ -18,6 +18,7 @@ ARGUMENTS = {
     "bandit": ["--seeds", "1", "--steps", "20", "--json", "{}/figures.json"],
     "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
+    "in_flight": ["--dry-run", "--json", "{}/figures.json"],
     "layouts": ["--steps", "1", "--folder", "{}"],
     "logprobs": ["--rows", "2", "--tokens", "2048", "--hidden", "16", "--json", "{}/figures.json"],
     "loss": ["--rows", "32", "--columns", "256", "--rounds", "1", "--json", "{}/figures.json"],

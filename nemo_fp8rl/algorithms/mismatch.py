@@ -21,6 +21,13 @@ With l = prev_logprobs - generation_logprobs (trainer minus engine), rho = e^l, 
     ess_seq                  the same of sequences, with exp(sum l)                       verl, here not truncated
     probs_pearson_corr       correlation of e^prev and e^gen; left out where either has no variance   verl
 
+`mismatch_by_lag` measures tokens by the age of the weights that sampled them, under names that end in /version_lag_0
+(the trainer's version), /version_lag_1 (one older) and so on:
+
+    token_mult_prob_error, gen_kl_error, exact_logprob_fraction    as above
+    weight_mean                                                    mean rho
+    token_share                                                    of all tokens
+
 verl reports its metrics under rollout_corr/; ess is rollout_is_eff_sample_size there, and probs_pearson_corr is
 training/rollout_actor_probs_pearson_corr. In NeMo RL the two KLs follow loss_fn.reference_policy_kl_type (k3 by
 default); in this module they are always k3. NeMo RL's sampling_importance_ratio, is_oob_ratio and approx_entropy belong
@@ -49,6 +56,8 @@ LARGEST_LOG = 60.0
 LARGEST_LOG_WEIGHT = 20.0
 """Exponents of importance weights are clamped to +- this, verl's SAFETY_BOUND."""
 
+BY_LAG = ("token_mult_prob_error", "gen_kl_error", "exact_logprob_fraction")
+"""The METRICS of `mismatch_by_lag`."""
 LAST_BUCKET = 2**20
 EDGES = (0, *(2**i for i in range(21)))
 """The first position of each bucket: 0, 1, 2, 4, ..., 2^20. The last bucket has no end."""
@@ -69,6 +78,29 @@ def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: T
     sums = MismatchSums()
     sums.observe(prev_logprobs, generation_logprobs, mask)
     return sums.metrics()
+
+
+def mismatch_by_lag(
+    prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor, token_versions: Tensor, trainer_version: int
+) -> dict[str, float]:
+    """Return metrics of the tokens of each version, as listed above.
+
+    prev_logprobs, generation_logprobs, mask:  see `MismatchSums.observe`
+    token_versions:    int64 [B, T], -1 where it is unknown: such tokens count as /version_unknown
+    trainer_version:   the version that gave prev_logprobs
+    """
+    inside, metrics = mask > 0, dict[str, float]()
+    total = float(inside.sum())
+    for version in sorted({*token_versions[inside].tolist()}, reverse=True):
+        of_version = inside & (token_versions == version)
+        seen = MismatchSums()
+        seen.observe(prev_logprobs, generation_logprobs, of_version)
+        found, sums = seen.metrics(), dict(zip(SUMS, seen.sums.tolist(), strict=True))
+        end = f"version_lag_{trainer_version - version}" if version >= 0 else "version_unknown"
+        metrics |= {f"{name}/{end}": found[name] for name in BY_LAG}
+        metrics[f"weight_mean/{end}"] = sums["weight"] / sums["tokens"] if sums["tokens"] else math.nan
+        metrics[f"token_share/{end}"] = float(of_version.sum()) / total
+    return metrics
 
 
 @torch.no_grad()

@@ -5,17 +5,19 @@ ScoredBatch --mismatch--> gates --rollout correction--> TrainBatch --split--> on
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nemo_fp8rl.algorithms.correction import correct_batch
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.gates import GateConfig, GateStop, alarm, apply_gates
 from nemo_fp8rl.algorithms.loss import EXTREMA, combine_metrics
-from nemo_fp8rl.algorithms.mismatch import MismatchSums
-from nemo_fp8rl.batch import RolloutBatch, ScoredBatch
+from nemo_fp8rl.algorithms.mismatch import MismatchSums, mismatch_by_lag, mismatch_metrics
+from nemo_fp8rl.batch import Completion, RolloutBatch, ScoredBatch
+from nemo_fp8rl.common.errors import StepRefused
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Judgement:
     warnings:      one sentence for each gate that tripped
     alarm:         a sentence about a mismatch that the run's precision does not explain, or ""
     mismatch:      the metrics of trainer against engine (`MismatchSums.metrics`); empty when no token was compared
-    mismatch_by_position, correction:  further metrics
+    mismatch_by_position, mismatch_by_lag, correction:  further metrics
     """
 
     batch: ScoredBatch
@@ -37,6 +39,7 @@ class Judgement:
     mismatch: dict[str, float]
     mismatch_by_position: dict[str, float]
     correction: dict[str, float]
+    mismatch_by_lag: dict[str, float] = field(default_factory=dict)
 
 
 def judge_and_correct(
@@ -46,28 +49,64 @@ def judge_and_correct(
     correction: CorrectionConfig | None,
     explained: float = math.inf,
     stops: bool = False,
+    trainer_version: int | None = None,
+    explained_newest: float = math.inf,
 ) -> Judgement:
     """Measure the mismatch, apply the gates to it, and correct the batch.
 
-    mask:        float32 [B, T], the tokens whose mismatch is measured
-    correction:  None leaves the batch as it is
-    explained:   the largest mismatch without an alarm, see `explained_mismatch`
-    stops:       the alarm ends the run
+    Where the batch has `token_versions`, gates see only the answers that are of the trainer's version from the first
+    token to the last, if there are any: older weights explain every mismatch of the others.
+
+    mask:              float32 [B, T], the tokens whose mismatch is measured
+    correction:        None leaves the batch as it is
+    explained:         the largest mismatch without an alarm, see `explained_mismatch`
+    stops:             the alarm ends the run
+    trainer_version:   the version that gave prev_logprobs; needed with `token_versions`
+    explained_newest:  the same as `explained`, for the answers that gates see
     Raises:      GateStop where a gate or the alarm ends the run, RolloutError (see `correct_batch`)
     """
     seen = MismatchSums()
-    mismatch, skip_update, warnings = dict[str, float](), False, list[str]()
+    mismatch, by_lag, skip_update, warnings = dict[str, float](), dict[str, float](), False, list[str]()
+    logprobs, newest = (batch.prev_logprobs, batch.generation_logprobs), mask
+    sentence = ""
+    if batch.token_versions is not None and trainer_version is not None and mask.any():
+        by_lag = mismatch_by_lag(*logprobs, mask, batch.token_versions, trainer_version)
+        newest = mask * of_version(batch, trainer_version)[:, None]
     if mask.any():
-        seen.observe(batch.prev_logprobs, batch.generation_logprobs, mask)
+        seen.observe(*logprobs, mask)
         mismatch = seen.metrics()
-        skip_update, warnings = apply_gates(gates, mismatch)
-    sentence = alarm(mismatch, explained)
+        sentence = alarm(mismatch, explained)
+    if newest.any():
+        judged = mismatch if newest is mask else mismatch_metrics(*logprobs, newest)
+        skip_update, warnings = apply_gates(gates, judged)
+        sentence = sentence or (alarm(judged, explained_newest) if newest is not mask else "")
     if sentence and stops:
         raise GateStop(sentence)
     metrics: dict[str, float] = {}
     if correction is not None:
         batch, metrics = correct_batch(batch, correction)
-    return Judgement(batch, skip_update, warnings, sentence, mismatch, seen.by_position(), metrics)
+    batch = replace(batch, token_versions=None)  # nothing after this reads them
+    return Judgement(batch, skip_update, warnings, sentence, mismatch, seen.by_position(), metrics, by_lag)
+
+
+def of_version(batch: RolloutBatch, version: int) -> Tensor:
+    """Return bool [B]: every token of the answer, and every key in its context, is of this version."""
+    assert batch.token_versions is not None
+    inside = torch.arange(batch.input_ids.size(1), device=batch.input_ids.device) < batch.input_lengths[:, None]
+    return ((batch.token_versions == version) | ~inside).all(1)
+
+
+def check_versions(completions: Sequence[Completion], trainer_version: int, max_age: int) -> None:
+    """Raise StepRefused where a token's version was not committed, or is more than `max_age` versions old.
+
+    A completion's versions are known by construction: an engine raises for a token without one.
+    """
+    versions = {version for c in completions for version in (c.policy_version, *c.token_versions)}
+    if wrong := sorted(v for v in versions if not trainer_version - max_age <= v <= trainer_version or v < 0):
+        raise StepRefused(
+            f"answers have tokens of the versions {wrong}; the trainer is at {trainer_version}, and answers may be "
+            f"grpo.async_grpo.max_trajectory_age_steps={max_age} versions old"
+        )
 
 
 def train_on_batch(

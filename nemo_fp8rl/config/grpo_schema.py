@@ -45,6 +45,20 @@ class RewardShapingConfig(Block):
 
 
 @dataclass(frozen=True)
+class AsyncGrpoConfig(Block):
+    """Generation while the trainer trains (NeMo RL's keys)."""
+
+    enabled: Annotated[bool, NEMO_RL] = False
+    """Generate answers with older weights while the trainer takes a step."""
+    in_flight_weight_updates: Annotated[bool, NEMO_RL] = False
+    """Refit engines without waiting for answers in progress, which go on with the new weights. Every token is labelled
+    with the version it was sampled from. This needs policy.generation.vllm_cfg.async_engine."""
+    recompute_kv_cache_after_weight_updates: Annotated[bool, NEMO_RL] = False
+    """Compute the keys and values of answers in progress again with the new weights. Otherwise those of the old weights
+    stay."""
+
+
+@dataclass(frozen=True)
 class GrpoConfig(Block):
     num_prompts_per_step: Annotated[int, ABOVE_0, NEMO_RL] = 32
     """Prompts of a step."""
@@ -81,6 +95,7 @@ class GrpoConfig(Block):
     """Validation prompts; null takes all."""
     seed: Annotated[int, SEED, NEMO_RL] = 42
     """Seed of prompts' order and of sampling."""
+    async_grpo: AsyncGrpoConfig = field(default_factory=AsyncGrpoConfig)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,11 @@ class Config(Block):
         return self.policy.generation.vllm_cfg.kv_cache_dtype == "fp8"
 
     @property
+    def updates_in_flight(self) -> bool:
+        """True where engines take new weights between two tokens of an answer."""
+        return self.grpo.async_grpo.enabled and self.grpo.async_grpo.in_flight_weight_updates
+
+    @property
     def num_cpus(self) -> int:
         """CPUs of all ranks and engines, one a process."""
         engine = self.policy.generation.vllm_cfg.tensor_parallel_size

@@ -41,6 +41,8 @@ def check(cfg: Config) -> None:
             f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow="
             f"{cfg.nemo_fp8rl.flow} it has none: set it to false, or flow=fp8_e2e"
         )
+    if cfg.updates_in_flight:
+        _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:
         raise UserError(
             "policy.generation.vllm_cfg.kv_cache_dtype=fp8 needs policy.precision=bfloat16, got float32: "
@@ -113,6 +115,28 @@ def _check_colocated(cfg: Config) -> None:
         raise UserError(
             f"{key}: trainer and engines use one memory in turns: set policy.generation.vllm_cfg.sleep_level to 1 or "
             "2 and policy.megatron_cfg.offload_between_phases=true"
+        )
+
+
+def _check_updates_in_flight(cfg: Config) -> None:
+    key, vllm_cfg = "grpo.async_grpo.in_flight_weight_updates=true", cfg.policy.generation.vllm_cfg
+    if not vllm_cfg.async_engine:
+        raise UserError(f"{key} needs an engine that pauses: set policy.generation.vllm_cfg.async_engine=true")
+    if cfg.policy.generation.colocated.enabled or vllm_cfg.sleep_level:
+        raise UserError(
+            f"{key}: engines generate while the trainer trains, and cannot give it their memory: set "
+            "policy.generation.colocated.enabled=false and policy.generation.vllm_cfg.sleep_level=0"
+        )
+    if cfg.fp8_kv_cache and not cfg.grpo.async_grpo.recompute_kv_cache_after_weight_updates:
+        raise UserError(
+            f"{key} with policy.generation.vllm_cfg.kv_cache_dtype=fp8: a refit brings other scales, by which the keys "
+            "of answers in progress would be read wrongly; set "
+            "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true, or kv_cache_dtype=auto"
+        )
+    if cfg.policy.router_replay.enabled:
+        raise UserError(
+            f"{key} with policy.router_replay.enabled=true: routers of several versions choose the experts of one "
+            "answer; set one of them to false"
         )
 
 

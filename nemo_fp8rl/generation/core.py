@@ -23,12 +23,14 @@ from nemo_fp8rl.workers import WorkerDied
 class Request(NamedTuple):
     """A prompt for vLLM.
 
-    token_ids:  the prompt's tokens
-    params:     vLLM's SamplingParams, with output_kind FINAL_ONLY
+    token_ids:   the prompt's tokens
+    params:      vLLM's SamplingParams, with output_kind FINAL_ONLY
+    cache_salt:  requests share cached keys only with requests of the same salt; "" is one as well
     """
 
     token_ids: tuple[int, ...]
     params: Any
+    cache_salt: str = ""
 
 
 class Core(Protocol):
@@ -43,6 +45,18 @@ class Core(Protocol):
         ...
 
     def reset_prefix_cache(self) -> bool: ...
+
+    def pause(self, recompute: bool) -> None:
+        """Return once no token is being computed; requests in progress, and new ones, then wait for `resume`.
+
+        recompute:  drop all cached keys; those of requests in progress are computed again after `resume`
+        Raises:     NotImplementedError in a core that cannot
+        """
+        ...
+
+    def resume(self, version: int) -> None:
+        """Go on. Tokens are labelled with this version until the next one (`completions.versions_of`)."""
+        ...
 
     def check_health(self) -> None:
         """Raise WorkerDied where the engine cannot go on."""
@@ -102,6 +116,12 @@ class SteppedCore:
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
 
+    def pause(self, recompute: bool) -> None:
+        raise NotImplementedError("the thread that would pause this core is the one that steps it")
+
+    def resume(self, version: int) -> None:
+        raise NotImplementedError("this core does not pause")
+
     def check_health(self) -> None:
         with self._ranks_alive():
             self.llm.model_executor.check_health()
@@ -130,11 +150,12 @@ class SteppedCore:
 class AsyncCore:
     """vLLM's AsyncLLM on an event loop in a thread of its own.
 
-    timeout:  seconds without an answer after which the engine counts as dead; longer where answers are long
+    timeout:    seconds without an answer after which the engine counts as dead; longer where answers are long
+    is_paused:  True from `pause` to `resume`; this time counts for no answer
     """
 
     def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
-        self.timeout, self.is_shut_down = timeout, False
+        self.timeout, self.is_shut_down, self.is_paused = timeout, False, False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
         self.llm: Any = None
@@ -160,13 +181,15 @@ class AsyncCore:
             generating.cancel()
 
     def _next(self, outputs: queue.SimpleQueue[tuple[int, Any]], timeout: float) -> tuple[int, Any]:
-        deadline = time.monotonic() + timeout
+        waited, now = 0.0, time.monotonic()
         while True:
             with suppress(queue.Empty):
                 return outputs.get(timeout=1.0)
             if self.is_shut_down:  # by another thread; the loop may never have started this coroutine
                 raise WorkerDied("the engine was shut down")
-            if time.monotonic() > deadline:
+            before, now = now, time.monotonic()
+            waited += 0.0 if self.is_paused else now - before
+            if waited > timeout:
                 raise WorkerDied(f"no answer complete in {timeout:g} seconds")
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
@@ -174,6 +197,15 @@ class AsyncCore:
 
     def reset_prefix_cache(self) -> bool:
         return self._wait(self.llm.reset_prefix_cache())
+
+    def pause(self, recompute: bool) -> None:
+        self.is_paused = True
+        self._wait(self.llm.pause_generation(mode="keep", clear_cache=recompute))
+
+    def resume(self, version: int) -> None:
+        self._wait(self.llm.update_weight_version(str(version)))
+        self._wait(self.llm.resume_generation())
+        self.is_paused = False
 
     def check_health(self) -> None:
         self._wait(self.llm.check_health())
@@ -223,7 +255,8 @@ class AsyncCore:
 
 
 def _prompt(request: Request) -> Any:
-    return {"prompt_token_ids": list(request.token_ids)}
+    salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
+    return {"prompt_token_ids": list(request.token_ids), **salt}
 
 
 async def _start_async_llm(arguments: dict[str, Any]) -> Any:

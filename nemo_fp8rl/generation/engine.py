@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from operator import itemgetter
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load
 from torch import Tensor
@@ -21,9 +20,10 @@ from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.common.vllm_version import vllm_version
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.answer_readers import AnswerReaders
+from nemo_fp8rl.generation.answers.completions import completions_of
+from nemo_fp8rl.generation.answers.readers import AnswerReaders
 from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
-from nemo_fp8rl.generation.engine_arguments import engine_arguments, is_flashinfer
+from nemo_fp8rl.generation.engine_arguments import GRAPHS_KEEP_SCALES, engine_arguments, is_flashinfer
 from nemo_fp8rl.generation.engine_checks import check_engine, check_machine
 from nemo_fp8rl.generation.interface import EngineDescription, Sampling
 from nemo_fp8rl.generation.vllm_sockets import make_folder, remove_folder
@@ -50,16 +50,17 @@ class VllmEngine:
     It starts with dummy weights and refuses to generate before its first refit.
 
     policy_version:  the committed version from which it generates; -1 while it is fenced
+    latest_version:  the last version that was committed; -1 before the first, and after the weights were dropped
     loaded_version:  the version in its memory; -1 for weights of mixed versions
     has_died:        True once it failed while it worked, until it commits a version again
     retried_prompts: prompts that a `RemoteEnginePool` asked again
     """
 
     def __init__(self) -> None:
-        self.policy_version = self.loaded_version = -1
+        self.policy_version = self.latest_version = self.loaded_version = -1
         self.sleep_level, self.is_cache_asleep = 0, False
         self.has_died, self.retried_prompts = False, 0
-        self.readers, self.recording = AnswerReaders(), Lock()
+        self.readers, self.recording, self.has_weights = AnswerReaders(), Lock(), Event()
         self.shapes: Shapes | None = None
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
@@ -68,6 +69,7 @@ class VllmEngine:
         load_format:  dummy: wait for a refit; auto: read the weights of policy.model_name from disk
         """
         vllm_version()
+        self.in_flight, self.patience = cfg.updates_in_flight, cfg.cluster.engine_timeout_seconds
         hf = read_hf_config(cfg.policy.model_name)
         check_engine(hf, cfg)
         check_machine(hf, cfg)
@@ -87,14 +89,16 @@ class VllmEngine:
         fp8, layers = engine_fp8_layers(hf, cfg), range(hf.num_hidden_layers)
         if self.records_routes and not all(fp8.quantizes(f"model.layers.{layer}.mlp.experts") for layer in layers):
             vllm_compat.check_routes_of_bf16_experts()
-        self.policy_version = self.loaded_version = -1 if load_format == "dummy" else 0
+        self.policy_version = self.latest_version = self.loaded_version = -1 if load_format == "dummy" else 0
+        self.recomputes = cfg.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+        if self.in_flight:
+            vllm_compat.check_updates_in_flight()
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.max_model_len, self.is_in_driver_process = vllm_cfg.max_model_len, cfg.cluster.backend == "in_process"
         arguments = engine_arguments(cfg, load_format)
         self.has_no_tokenizer = arguments["skip_tokenizer_init"]
         try:
-            timeout = cfg.cluster.engine_timeout_seconds
-            self.core: Core = (AsyncCore if vllm_cfg.async_engine else SteppedCore)(arguments, timeout)
+            self.core: Core = (AsyncCore if vllm_cfg.async_engine else SteppedCore)(arguments, self.patience)
         except ValueError as error:  # raised by vLLM for a recipe that it cannot serve
             raise UserError(f"vLLM cannot start an engine for this recipe: {single_line(error)}") from None
         except Exception as error:
@@ -107,11 +111,7 @@ class VllmEngine:
             ) from None
         if cfg.fp8_kv_cache and not arguments["enforce_eager"] and any(map(is_flashinfer, self.describe().kernels)):
             self.shutdown()
-            raise UserError(
-                "policy.generation.vllm_cfg.kv_cache_dtype=fp8: vLLM takes FlashInfer's attention here, whose CUDA "
-                "graphs keep the scales of the first version; set policy.generation.vllm_cfg.enforce_eager=true, or "
-                "attention_backend=TRITON_ATTN"
-            )
+            raise UserError(GRAPHS_KEEP_SCALES)
         if cfg.fp8_kv_cache and load_format == "auto" and any(lacks := self.core.rpc("nemo_fp8rl_read_kv_scales")):
             self.shutdown()
             raise UserError(f"{next(filter(None, lacks))}; start with a refit, or set kv_cache_dtype=auto")
@@ -140,6 +140,8 @@ class VllmEngine:
         Raises:    WorkerDied; `generating_version` is then -1, or a `RemoteEnginePool` would ask this engine again
         """
         self.retried_prompts += len(prompts) if is_retry else 0
+        if self.in_flight:
+            self.has_weights.wait(self.patience)  # after a restart they come with the next refit of another thread
         with self.readers.count_reader(self._begin) as version, self._errors_as_death():
             yield from self._answers(version, prompts, seeds, sampling)
 
@@ -173,8 +175,11 @@ class VllmEngine:
             ) from None
 
     def _begin(self) -> int:
-        """Return the version from which answers are generated. Raises where the engine is fenced or asleep."""
-        if (version := self.policy_version) < 0:
+        """Return the version from which answers are generated. Raises where the engine is fenced or asleep.
+
+        With updates in flight answers that begin during one wait in vLLM's queue until its commit.
+        """
+        if (version := self.latest_version if self.in_flight else self.policy_version) < 0:
             raise RefitError("this engine has not received weights that were committed: refit before generating")
         if self.sleep_level:
             raise RuntimeError("this engine sleeps: prepare_for_generation first")
@@ -187,7 +192,10 @@ class VllmEngine:
         if (core := self.__dict__.get("core")) is None:  # another thread has ended this engine
             raise WorkerDied("the engine was shut down")
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < self.max_model_len]
-        requests = [Request(prompts[i], self._sampling_params(sampling, len(prompts[i]), seeds[i])) for i in fitting]
+        params = [self._sampling_params(sampling, len(prompts[i]), seeds[i]) for i in fitting]
+        # keys of older weights stay in the cache, for the answers in progress alone
+        salt = f"version {version}" if self.in_flight and not self.recomputes else ""
+        requests = [Request(prompts[i], of_prompt, salt) for i, of_prompt in zip(fitting, params, strict=True)]
         outputs: Iterable[tuple[int, Any]] = ((fitting[at], output) for at, output in core.stream(requests))
         empty = Completion((), (), "length", version)
         for i in sorted({*range(len(prompts))} - {*fitting}):
@@ -199,9 +207,7 @@ class VllmEngine:
                 packed, *_ = core.rpc("nemo_fp8rl_take_routes", sampling.logprobs)
                 routes = load(packed)
         for i, output in outputs:
-            of_samples = [_routes_of(sample, routes.get(_request_id(output, sample))) for sample in output.outputs]
-            pairs = zip(output.outputs, of_samples, strict=True)
-            completions = [self._completion(sample, sampling.logprobs, route, version) for sample, route in pairs]
+            completions = completions_of(output, version, sampling.logprobs, routes, self.in_flight)
             yield i, completions if sampling.temperature else completions * sampling.num_generations
 
     def stored_parts(self) -> list[Sequence[TensorPart]]:
@@ -231,12 +237,17 @@ class VllmEngine:
     def fence(self) -> int:
         """Refuse to generate until a commit, after all answers in progress are complete.
 
-        Return the version in memory, -1 where there is no version to which a delta could be applied. Raises RefitError
-        in an engine that sleeps, and in a thread that is itself reading answers: the rest of its answers would come
-        from other weights than they say.
+        With updates in flight answers in progress, and new ones, wait for the commit instead. Return the version in
+        memory, -1 where there is no version to which a delta could be applied. Raises RefitError in an engine that
+        sleeps, and without updates in flight in a thread that is itself reading answers: the rest of its answers would
+        come from other weights than they say.
         """
         if self.sleep_level:
             raise RefitError("this engine sleeps: prepare_for_generation before a refit")
+        if self.in_flight:
+            self.core.pause(self.recomputes)
+            self.policy_version = -1
+            return self.loaded_version
         if self.readers.is_this_thread_reading():
             raise RefitError("a refit within the answers of `stream`: read them to their end, or close them, before it")
         self.policy_version = -1
@@ -265,7 +276,7 @@ class VllmEngine:
             raise WorkerDied(f"refit {version} failed in it: {failure}")
         if refusals := [refusal for *_, refusal in answers if refusal]:
             return RefitError(refusals[0])
-        if not self.core.reset_prefix_cache():
+        if not self.in_flight and not self.core.reset_prefix_cache():
             return RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
         self.loaded_version = version
         direct, repacked, seconds, verify_seconds, _ = zip(*answers, strict=True)
@@ -276,7 +287,11 @@ class VllmEngine:
         """Generate from the loaded version from now on."""
         if self.loaded_version != version:
             raise RefitError(f"refit {version} cannot be committed: the engine has loaded {self.loaded_version}")
-        self.policy_version, self.has_died = version, False  # it took a version, so it lives, if slowly
+        self.latest_version, self.has_died = version, False  # it took a version, so it lives, if slowly
+        if self.in_flight:
+            self.core.resume(version)
+        self.policy_version = version
+        self.has_weights.set()
 
     def finish_generation(self, sleep_level: int) -> int:
         """Give memory back, and return the bytes.
@@ -296,7 +311,7 @@ class VllmEngine:
             self.sleep_level = before
             raise
         if self.sleep_level == 2:
-            self.policy_version = self.loaded_version = -1
+            self.policy_version = self.latest_version = self.loaded_version = -1
         return freed
 
     def prepare_for_generation(self) -> None:
@@ -327,8 +342,8 @@ class VllmEngine:
         return frozenset((operation, digest) for of_rank in of_ranks for operation, digest in of_rank)
 
     def generating_version(self) -> int:
-        """Return the version from which it generates; -1 while it does not generate, or once it has died."""
-        return -1 if self.has_died else self.policy_version
+        """Return the version from which it generates; -1 while it takes no prompts, or once it has died."""
+        return -1 if self.has_died else self.latest_version if self.in_flight else self.policy_version
 
     def count_retried_prompts(self) -> int:
         """Return how many prompts copies of the pool asked again."""
@@ -339,7 +354,8 @@ class VllmEngine:
         self.core.check_health()
 
     def shutdown(self) -> None:
-        self.policy_version = -1
+        self.policy_version = self.latest_version = -1
+        self.has_weights.set()  # a thread that waits for them hears of the end
         try:
             if core := self.__dict__.pop("core", None):  # absent where setup failed
                 core.shutdown()
@@ -374,27 +390,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion(self, sample: Any, logprobs: bool, routes: Tensor | None, version: int) -> Completion:
-        token_ids = tuple(sample.token_ids)
-        if sample.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"the engine ended a completion by {sample.finish_reason!r}")
-        entries = zip(sample.logprobs, token_ids, strict=True) if logprobs else ()
-        per_token = [entry[token].logprob for entry, token in entries]
-        return Completion(token_ids, tuple(per_token), sample.finish_reason, version, routes)
-
-
-def _routes_of(sample: Any, recorded: Tensor | None) -> Tensor | None:
-    """Return the experts of a sample, int16 [tokens, layers, top k]: as vLLM returned them, else as recorded."""
-    chosen = sample.routed_experts
-    return recorded if chosen is None else torch.from_numpy(chosen.astype(np.int16))
-
 
 def _raise_first(refusals: Iterable[str]) -> None:
     for refusal in refusals:
         if refusal:
             raise RefitError(refusal)
-
-
-def _request_id(output: Any, sample: Any) -> str:
-    """Return vLLM's id of the request for one sample of a prompt (`ParentRequest.get_child_info`)."""
-    return f"{sample.index}_{output.request_id}" if len(output.outputs) > 1 else output.request_id

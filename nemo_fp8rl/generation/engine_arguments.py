@@ -20,6 +20,12 @@ CPU_BATCHED_TOKENS = 8192
 """Maximum number of tokens in a forward on a CPU: vLLM's default for offline generation."""
 
 
+GRAPHS_KEEP_SCALES = (
+    "policy.generation.vllm_cfg.kv_cache_dtype=fp8: vLLM takes FlashInfer's attention here, whose CUDA graphs keep the "
+    "scales of the first version; set policy.generation.vllm_cfg.enforce_eager=true, or attention_backend=TRITON_ATTN"
+)
+
+
 def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     """Return the keywords of vLLM's EngineArgs for this recipe."""
     vllm_cfg, hf = cfg.policy.generation.vllm_cfg, read_hf_config(cfg.policy.model_name)

@@ -21,6 +21,8 @@ from nemo_fp8rl.workers import WorkerDied, Workers
 
 CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
+CALLS_OF_A_REFIT = 4
+"""With updates in flight answers wait for a refit: for a pause, a load, a second load after a fault, and a commit."""
 HEALTH_CHECK_SECONDS = 0.2
 """Timeout of a health check: an engine that misses it is done without. Also the pause between two looks at engines."""
 
@@ -68,7 +70,7 @@ class EngineClient(ABC):
         """Yield (position in `prompts`, completions of that prompt) as soon as each is complete."""
         self._wait_until_ready()
         waiting, is_retry = list(range(len(prompts))), False
-        timeout = None if self.timeout is None else self.timeout + SECONDS_A_TOKEN * sampling.max_new_tokens
+        timeout = self._answer_timeout(sampling)
         while waiting:
             self._look_for_replacements()
             lives = list(self.lives)
@@ -98,6 +100,12 @@ class EngineClient(ABC):
                 self._report_death(engine, death, lives[engine])
             waiting, is_retry = [i for i in waiting if i not in answered], True
             self._count_retries(len(waiting))
+
+    def _answer_timeout(self, sampling: Sampling) -> float | None:
+        if self.timeout is None:
+            return None
+        in_refit = CALLS_OF_A_REFIT * self.timeout if self.cfg.updates_in_flight else 0.0
+        return self.timeout + in_refit + SECONDS_A_TOKEN * sampling.max_new_tokens
 
     @abstractmethod
     def _report_death(self, engine: int, death: WorkerDied, life: int, wait: bool = True) -> bool:

@@ -44,6 +44,17 @@ def check_attention_backend(name: str | None) -> None:
         )
 
 
+def check_updates_in_flight() -> None:
+    """Raise UserError where the installed vLLM cannot pause requests, or does not label tokens with their version."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if not all(hasattr(AsyncLLM, name) for name in ("pause_generation", "resume_generation", "update_weight_version")):
+        raise UserError(
+            f"grpo.async_grpo.in_flight_weight_updates=true: the installed vLLM, {installed_vllm()}, does not tell "
+            "from which weights a token was sampled; set it to false, or install vLLM {}.{}".format(*NEWER)
+        )
+
+
 def is_routing_by_experts() -> bool:
     """True where the method that computes experts also chooses them: with vLLM 0.25 on a CPU."""
     return vllm_version() == OLDER

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import can_vllm_read_fp8_cache
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.expert_routes import RouteRecorder
+from nemo_fp8rl.generation.answers.expert_routes import RouteRecorder
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, MoEMethod
 from nemo_fp8rl.generation.weights.weight_store import WeightStore

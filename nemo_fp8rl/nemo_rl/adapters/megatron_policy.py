@@ -26,8 +26,10 @@ from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.adapters.batched_data import UNFILTERED, to_scored_batch, to_sequence_batch
 from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import print_alarm
+from nemo_fp8rl.nemo_rl.adapters.version_ledger import with_versions
 from nemo_fp8rl.policy.interface import Loss
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
+from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.run.learning_signal import PATIENCE
 
 NO_ANSWERS = (
@@ -45,9 +47,12 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
     """The trainer of a run of NeMo RL's loop.
 
     sharding_annotations:  number of model replicas among which a batch is divided
+    bridge, ledger:        count the versions of the weights, and know those of answers; None without updates in flight
     """
 
     _refit: Callable[[], Any]
+    bridge: RefitBridge | None = None
+    ledger: Any = None
 
     def __init__(
         self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, is_resumed: bool, asynchronous: bool = False
@@ -72,6 +77,10 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         It is set after construction because the synchronizer behind it needs this policy.
         """
         self._refit = refit
+
+    def connect_versions(self, bridge: RefitBridge, ledger: Any) -> None:
+        """Judge answers by the versions that they were sampled from; ledger: of `version_ledger.start_ledger`."""
+        self.bridge, self.ledger = bridge, ledger
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
         """Return {"logprobs": float32 [B, S]}; position 0 is 0."""
@@ -117,13 +126,17 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         if compares:
             correction = loss_fn.loss.correction if isinstance(loss_fn, GrpoLossFn) else None
             choice = self.cfg.nemo_fp8rl
-            limits = self._explained, choice.mismatch_alarm == "stop"
-            judgement = judge_and_correct(batch, batch.loss_mask, choice.gates, correction, *limits)
+            limits = self._explained(self.is_asynchronous), choice.mismatch_alarm == "stop"
+            newest: dict[str, Any] = {}
+            if self.bridge is not None:
+                batch = with_versions(self.ledger, batch)
+                newest = {"trainer_version": self.bridge.version, "explained_newest": self._explained(False)}
+            judgement = judge_and_correct(batch, batch.loss_mask, choice.gates, correction, *limits, **newest)
             for sentence in judgement.warnings:
                 print(f"nemo-fp8rl: {sentence}", flush=True)
             print_alarm(judgement.alarm)
             batch, skip = judgement.batch, judgement.skip_update
-            metrics = judgement.mismatch | judgement.correction
+            metrics = judgement.mismatch | judgement.mismatch_by_lag | judgement.correction
         if "advantages" in data:
             self._watch_signal(bool((batch.advantages * batch.loss_mask).any()))
         loss = _as_loss(loss_fn, optional - set(data))
@@ -149,11 +162,14 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             | {"optimizer_steps_skipped": [skipped], "samples_without_answer": [unanswered]},
         }
 
+    def _explained(self, asynchronous: bool) -> float:
+        """Return the mismatch above which a step is alarming; asynchronous: answers may be of older weights."""
+        return explained_by(self.cfg, *self._precision, asynchronous)
+
     @cached_property
-    def _explained(self) -> float:
-        """The mismatch above which a step is alarming."""
-        experts = read_hf_config(self.cfg.policy.model_name).family.experts
-        return explained_by(self.cfg, experts, self.policy.describe().is_aligned, self.is_asynchronous)
+    def _precision(self) -> tuple[bool, bool]:
+        """Whether the model is a mixture of experts, and whether the trainer rounds as vLLM does."""
+        return read_hf_config(self.cfg.policy.model_name).family.experts, self.policy.describe().is_aligned
 
     def _watch_signal(self, has_signal: bool) -> None:
         """Say once in a row of steps that they teach nothing."""

@@ -17,6 +17,7 @@ from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling, sample_seed
 from nemo_fp8rl.nemo_rl.adapters.batched_data import merge_repeats, to_generation_output, unpad_prompts
 from nemo_fp8rl.nemo_rl.adapters.coalescer import Coalescer
+from nemo_fp8rl.nemo_rl.adapters.version_ledger import record_answer, start_ledger
 from nemo_fp8rl.refit.bridge import RefitBridge
 
 MAX_COUNTED_PROMPTS = 1 << 18
@@ -35,6 +36,7 @@ class VllmFp8Generation(GenerationInterface):
 
     bridge:               counts the versions of the weights; None before `connect_bridge`, and in a copy
     weight_synchronizer:  NeMo RL refits through it, if the version of NeMo RL looks for one
+    ledger:               remembers the versions of answers; None without updates in flight
     """
 
     bridge: RefitBridge | None = None
@@ -49,6 +51,7 @@ class VllmFp8Generation(GenerationInterface):
         self.generation, self.config, self.cfg, self.pad_token_id = generation, cfg, generation_cfg, pad
         self.turn, self.conversations = 0, set[tuple[int, ...]]()
         self.counts = generation.metrics()
+        self.ledger = start_ledger() if cfg.updates_in_flight else None
         self._reset_process_state()
 
     def connect_bridge(self, bridge: RefitBridge, weight_synchronizer: Any) -> None:
@@ -106,6 +109,8 @@ class VllmFp8Generation(GenerationInterface):
             counts = self._count_occurrences(rows)
             seeds = self._seeds([f"{count} of {row}" for count, row in zip(counts, rows, strict=True)])
             for index, (completion,) in self.generation.stream(rows, seeds, self._sampling(1, stop, greedy)):
+                if self.ledger is not None:
+                    record_answer(self.ledger, rows[index], completion)
                 yield positions[index], completion
 
     def _count_occurrences(self, keys: Sequence[Hashable]) -> list[int]:
@@ -162,7 +167,9 @@ class VllmFp8Generation(GenerationInterface):
         return self.config.fp8_kv_cache
 
     def invalidate_kv_cache(self) -> bool:
-        """Do nothing: every refit drops the prefix cache before it commits (`generation.engine`)."""
+        """Do nothing: every refit drops the prefix cache before it commits, or as it pauses the engines
+        (`generation.engine`); it looks at grpo.async_grpo.recompute_kv_cache_after_weight_updates itself.
+        """
         return True
 
     def prepare_refit_info(self, state_dict_info: Any) -> None:

@@ -47,7 +47,6 @@ REQUIRED_VALUES = {
     "policy.megatron_cfg.optimizer.fp16": (False, "the trainer computes in bfloat16"),
     "policy.megatron_cfg.scheduler.weight_decay_incr_style": ("constant", "the weight decay is constant"),
     "policy.draft.enabled": (False, "there is no draft model"),
-    "grpo.async_grpo.in_flight_weight_updates": (False, "engines do not generate while they are refitted"),
     "policy.generation.backend": ("vllm", "the engine is vLLM"),
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "an engine is not cut into stages"),
     "policy.generation.vllm_cfg.logprobs_mode": (

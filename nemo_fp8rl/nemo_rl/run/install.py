@@ -58,6 +58,8 @@ def install(
     synchronizer = Fp8WeightSynchronizer(policy, generation, bridge)
     generation.connect_bridge(bridge, synchronizer)
     policy.connect_refit(synchronizer.sync_weights)
+    if cfg.updates_in_flight:
+        policy.connect_versions(bridge, generation.ledger)
     print(
         f"nemo-fp8rl: flow {cfg.nemo_fp8rl.flow}, {cfg.nemo_fp8rl.scale_format} scales, {bridge.description}",
         flush=True,

@@ -44,7 +44,7 @@ def policy(monkeypatch) -> Any:
         nemo_fp8rl=SimpleNamespace(gates=gates, mismatch_alarm="warn"),
     )
     made = module.MegatronFp8Policy(FakeMegatronPolicy(), cfg, None, is_resumed=False)  # type: ignore[arg-type]
-    made._explained = 1.05
+    made._explained = lambda asynchronous: 1.05
     return made
 
 

@@ -149,6 +149,24 @@ def test_the_asynchronous_loop_one_step_off(warm, tmp_path):
     assert len(values["validation/accuracy"]) == 1
 
 
+@pytest.mark.parametrize("recompute", ["true", "false"])
+def test_the_asynchronous_loop_with_updates_in_flight_knows_the_version_of_every_token(recompute, warm, tmp_path):
+    logs, steps = tmp_path / "logs", 50
+    keys = [*runs.overrides(warm, logs), *runs.ASYNC, f"grpo.max_num_steps={steps}", "grpo.async_grpo."
+            f"recompute_kv_cache_after_weight_updates={recompute}"]  # fmt: skip
+    keys += [f"grpo.async_grpo.{key}" for key in ("in_flight_weight_updates=true", "max_trajectory_age_steps=2")]
+    keys += ["policy.generation.max_new_tokens=40", "grpo.num_prompts_per_step=4", "policy.train_global_batch_size=16"]
+    keys += ["policy.train_micro_batch_size=16"]
+    values = runs.run(logs, *keys)
+    shares = {name: by_step for name, by_step in values.items() if name.startswith("train/token_share/")}
+    print({name: by_step for name, by_step in values.items() if "version" in name})
+    assert shares.keys() <= {f"train/token_share/version_lag_{lag}" for lag in range(3)}  # none is unknown or older
+    assert sum(map(sum, shares.values())) == pytest.approx(steps)
+    assert "train/token_share/version_lag_1" in shares and len(values["train/reward"]) == steps
+    for name in (name.removeprefix("train/token_share/") for name in shares):
+        assert len(values[f"train/token_mult_prob_error/{name}"]) == len(shares[f"train/token_share/{name}"])
+
+
 def test_the_asynchronous_loop_asks_nothing_of_engines_without_weights(warm, tmp_path):
     """v0.7.0 begins to collect before its first refit, and keeps a sample that failed, without an answer."""
     logs = tmp_path / "logs"
