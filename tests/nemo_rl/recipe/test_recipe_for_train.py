@@ -71,7 +71,6 @@ def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path,
     [
         ("grpo.max_rollout_turns=3", "grpo.max_rollout_turns=3"),
         ("grpo.advantage_clip_low=-1", "grpo.advantage_clip_low=-1"),
-        ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled=True"),
         ("grpo.advantage_clip_low=0", "grpo.advantage_clip_low=0"),
         ("++grpo.advantage_clip_high=0.0", "grpo.advantage_clip_high=0"),
         ("data.default.prompt_file=x.txt", "data.train: prompt_file=x.txt"),
