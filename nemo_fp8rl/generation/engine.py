@@ -58,8 +58,7 @@ class VllmEngine:
 
     def __init__(self) -> None:
         self.policy_version = self.latest_version = self.loaded_version = -1
-        self.sleep_level, self.is_cache_asleep = 0, False
-        self.has_died, self.retried_prompts = False, 0
+        self.sleep_level, self.is_cache_asleep, self.has_died, self.retried_prompts = 0, False, False, 0
         self.readers, self.recording = AnswerReaders(), Lock()
         self.shapes: Shapes | None = None
 
@@ -70,7 +69,7 @@ class VllmEngine:
         """
         vllm_version()
         self.in_flight, self.patience = cfg.updates_in_flight, cfg.cluster.engine_timeout_seconds
-        self.begin_wait = self.patience if cfg.grpo.async_grpo.enabled else 0.0  # for another thread's refit
+        self.wait = self.patience if cfg.grpo.async_grpo.enabled else 0.0  # for another thread's refit
         hf = read_hf_config(cfg.policy.model_name)
         check_engine(hf, cfg)
         check_machine(hf, cfg)
@@ -141,10 +140,7 @@ class VllmEngine:
         Raises:    WorkerDied; `generating_version` is then -1, or a `RemoteEnginePool` would ask this engine again
         """
         self.retried_prompts += len(prompts) if is_retry else 0
-        with (
-            self.readers.count_reader(self._begin, self._may_begin, self.begin_wait) as version,
-            self._errors_as_death(),
-        ):
+        with self.readers.count_reader(self._begin, self._may_begin, self.wait) as version, self._errors_as_death():
             yield from self._answers(version, prompts, seeds, sampling)
 
     @contextmanager
@@ -336,8 +332,8 @@ class VllmEngine:
             self.is_cache_asleep = False
 
     def describe(self) -> EngineDescription:
-        kernels = frozenset[str]().union(*self.core.rpc("nemo_fp8rl_kernels"))
-        return EngineDescription(kernels, frozenset([instructions()]), self._fingerprint)
+        kernels = self.core.rpc("nemo_fp8rl_kernels")
+        return EngineDescription(frozenset[str]().union(*kernels), frozenset([instructions()]), self._fingerprint)
 
     @cached_property
     def _fingerprint(self) -> frozenset[tuple[str, str]]:
