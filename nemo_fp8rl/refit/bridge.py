@@ -3,7 +3,9 @@
 A version is *sent* when the trainer's ranks begin. An engine has *loaded* it when every byte is in the engine's memory
 and verified, and the prefix cache is empty. A version is *committed* when every engine has loaded it. An engine
 generates only from a committed version. From the first byte of the next version until its commit, the engine is
-*fenced*: it refuses to generate.
+*fenced*: it refuses to generate. With updates in flight (`Config.updates_in_flight`) it is *paused* instead: answers in
+progress, and new ones, wait for the commit and go on from the new weights. A refit that fails leaves them waiting, for
+the next one or for the end of the run.
 
 What fails, and what then happens:
 
@@ -27,8 +29,9 @@ The driver takes its locks in this order, and never in another:
     4. EnginePool.replacing      while an engine is started again, or the lives of the engines are compared
     5. EngineClient.counting     for counts of prompts; nothing is waited for
 
-Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished. So a thread that reads
-answers must not wait for lock 2: it reports a death with wait=False, and again with wait=True after its answers.
+Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished; with updates in flight
+it does not. So a thread that reads answers must not wait for lock 2: it reports a death with wait=False, and again with
+wait=True after its answers.
 RemoteEnginePool.first_version is taken alone.
 """
 

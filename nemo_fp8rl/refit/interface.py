@@ -85,7 +85,10 @@ class WeightSink(Protocol):
     def disconnect(self, engine: int) -> None: ...
 
     def fence(self, engines: Collection[int]) -> dict[int, int]:
-        """Have engines refuse to generate until a commit. Return the version in the memory of each, -1 without one."""
+        """Have engines refuse to generate until a commit, or with updates in flight have answers wait for it.
+
+        Return the version in the memory of each, -1 without one.
+        """
         ...
 
     def load(
