@@ -6,6 +6,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from nemo_fp8rl import train as loop
@@ -66,7 +67,8 @@ def check_run(rows: list[dict[str, float]], steps: list, max_age: int, first_ver
         shares = {name: value for name, value in row.items() if "token_share/" in name}
         assert sum(shares.values()) == pytest.approx(1)
         assert shares.keys() <= {f"train/token_share/version_lag_{lag}" for lag in range(max_age + 1)}
-        assert 0 <= row["generation/idle_share"] < 1
+        assert 0 <= row["generation/idle_share"] <= 1
+    assert rows[0]["generation/idle_share"] < 1 and rows[-1]["generation/rollouts_ready"] <= max_age + 1
     assert any(row["train/version_lag_mean"] > 0 for row in rows)
     for version, completions in steps:
         for completion in completions:
@@ -81,8 +83,10 @@ def test_a_run_in_flight_that_is_killed_goes_on_with_the_prompts_of_a_run_in_tur
     given = [*warm_overrides, *IN_FLIGHT, f"grpo.max_num_steps={last}", f"logger.log_dir={run}"]
     command = [sys.executable, "-m", "nemo_fp8rl.cli", "train", "--config", str(RECIPES / "tiny_cpu.yaml"), *given]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_for_step(process, run, 3)
+        wait_for_step(process, run, 3, seconds=300)
+        of_vllm = psutil.Process(process.pid).children(recursive=True)
         process.kill()
+    assert psutil.wait_procs(of_vllm, timeout=120)[1] == []
     assert process.returncode == -signal.SIGKILL
     cfg = load(RECIPES / "tiny_cpu.yaml", given)
     assert train(cfg, resume=True)
