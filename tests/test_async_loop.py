@@ -16,6 +16,7 @@ from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
+from nemo_fp8rl.generation.answers.readers import AnswerReaders
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import sample_seed
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -151,6 +152,24 @@ def test_rollouts_begin_at_most_max_age_steps_ahead():
     assert sorted(begun) == [(step, f"prompts {step}") for step in range(1, 5)]
     assert 0 <= ahead.metrics()["generation/idle_share"] <= 1
     assert clock.seconds["generate"] > 0
+
+
+def test_a_prompt_that_comes_during_a_fenced_refit_waits_for_the_commit():
+    readers, versions, found = AnswerReaders(), [-1], []
+
+    def read_answers():
+        with readers.count_reader(lambda: versions[-1], lambda: versions[-1] >= 0, patience=60) as version:
+            found.append(version)
+
+    thread = threading.Thread(target=read_answers)
+    thread.start()
+    thread.join(0.1)
+    readers.wait_for_others()  # the refit does not wait for it
+    assert thread.is_alive() and not found
+    versions.append(3)
+    readers.look_again()
+    thread.join(60)
+    assert found == [3]
 
 
 @pytest.mark.parametrize(
