@@ -1,24 +1,28 @@
-"""The loop: prompts -> generation -> rewards -> advantages -> loss -> optimizer step -> refit, one call per stage."""
+"""The loop: prompts -> generation -> rewards -> advantages -> loss -> optimizer step -> refit, one call per stage.
 
-import math
+With grpo.async_grpo the prompts of later steps are answered meanwhile (`rollout.sources`); all else is the same.
+"""
+
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
 from nemo_fp8rl.algorithms.loss import GrpoLoss
-from nemo_fp8rl.algorithms.policy_update import Judgement, average_steps, judge_and_correct, train_on_batch
+from nemo_fp8rl.algorithms.policy_update import average_steps, check_versions, judge_and_correct, train_on_batch
 from nemo_fp8rl.assemble import backends, build_bridge, explained_by, refit_or_stop
-from nemo_fp8rl.batch import Prompt, ScoredBatch, SequenceBatch, collate, collate_prompts
+from nemo_fp8rl.batch import Prompt, ScoredBatch, collate, collate_prompts
 from nemo_fp8rl.common.display import Display
-from nemo_fp8rl.common.errors import StepRefused, UserError
+from nemo_fp8rl.common.errors import StepRefused
 from nemo_fp8rl.common.machine import describe_processors
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.config.validate import check_asynchronous
 from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
@@ -29,7 +33,8 @@ from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.rollout import (
+from nemo_fp8rl.rollout.collect import (
+    PromptsOfRound,
     Rollout,
     collect_rollout,
     compute_advantages,
@@ -37,6 +42,8 @@ from nemo_fp8rl.rollout import (
     score_answers,
     signal_metrics,
 )
+from nemo_fp8rl.rollout.sources import Collect, RolloutsAhead, RolloutsInTurn, RolloutSource
+from nemo_fp8rl.rollout.step_metrics import step_metrics
 from nemo_fp8rl.run.directory import RunDirectory
 from nemo_fp8rl.run.learning_signal import LearningWatch
 from nemo_fp8rl.run.pod_stop import stop_on_pod_request
@@ -47,16 +54,14 @@ from nemo_fp8rl.run.step_log import Sample
 from nemo_fp8rl.run.stop_flag import StopFlag
 from nemo_fp8rl.run.summary import format_figures
 
-PromptsOfRound = Callable[[int], Sequence[Prompt]]
-"""Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
-
 
 @dataclass(frozen=True)
 class LoopParts:
     """The objects that every step uses, built once per run.
 
-    explained: the mismatch above which a step is alarming
-    on_phase:  called with the name of each phase that begins, for the display
+    explained:         the mismatch above which a step is alarming
+    explained_newest:  the same of answers from the trainer's version alone
+    on_phase:          called with the name of each phase that begins, for the display
     """
 
     cfg: Config
@@ -65,9 +70,11 @@ class LoopParts:
     policy: Policy
     generation: Generation
     bridge: RefitBridge
+    rollouts: RolloutSource
     sampling: Sampling
     loss: GrpoLoss
     explained: float
+    explained_newest: float
     on_phase: Callable[[str], None]
 
 
@@ -115,8 +122,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
     resume, restartable:  see RunDirectory
     resume_hint:          the option or command that an interrupted run names for its continuation
     """
-    if cfg.grpo.async_grpo.enabled:
-        raise UserError("grpo.async_grpo.enabled=true is for NeMo RL's loop (nemo-fp8rl nemo); set it to false")
+    check_asynchronous(cfg)
     loss = GrpoLoss(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     cfg = pin_commits(cfg, recorded_recipe(cfg) if resume or restartable else {})
     hf = read_hf_config(cfg.policy.model_name)
@@ -153,8 +159,11 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         stack.enter_context(stop_on_signals(stop))  # after Ray has started, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.completed_steps)
         run.add_choices(_machine_choices(policy, generation, bridge))
-        explained = explained_by(cfg, hf.family.experts, policy.describe().is_aligned)
-        built = policy, generation, bridge, sampling, loss, explained
+        precision = hf.family.experts, policy.describe().is_aligned
+        explained = explained_by(cfg, *precision, cfg.grpo.async_grpo.enabled), explained_by(cfg, *precision)
+        collect = partial(collect_rollout, cfg, generation, tokenizer, sampling)
+        rollouts = _rollout_source(cfg, collect, prompts_of_step, display.show_phase)
+        built = policy, generation, bridge, rollouts, sampling, loss, *explained
         parts = LoopParts(cfg, tokenizer, val_prompts, *built, display.show_phase)
         faults = FaultCounts(generation, display.say)
         display.show_phase("first refit")
@@ -177,12 +186,11 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
             start |= faults.take_row()
             run.log(0, start)
             display.say(f"validation accuracy at start {start['validation/accuracy']:.3f}")
-        return run_steps(parts, prompts_of_step, run, display, faults, stop, resume_hint)
+        return run_steps(parts, run, display, faults, stop, resume_hint)
 
 
 def run_steps(
     parts: LoopParts,
-    prompts_of_step: Callable[[int], PromptsOfRound],
     run: RunDirectory,
     display: Display,
     faults: FaultCounts,
@@ -197,10 +205,11 @@ def run_steps(
     for row in earlier_rows:
         latest_metrics |= row
     watch = LearningWatch(earlier_rows, run.recipe)
+    parts.rollouts.begin(run.completed_steps + 1)
     for step in range(run.completed_steps + 1, last + 1):
         updates = policy.updates()
         try:
-            outcome = train_step(parts, step, prompts_of_step(step))
+            outcome = train_step(parts, step)
         except StepRefused as refused:
             if cfg.checkpointing.enabled and run.completed_steps < step - 1 and policy.updates() == updates:
                 run.save_checkpoint(step - 1, policy)
@@ -232,6 +241,15 @@ def run_steps(
     return True
 
 
+def _rollout_source(
+    cfg: Config, collect: Collect, prompts_of_step: Callable[[int], PromptsOfRound], on_phase: Callable[[str], None]
+) -> RolloutSource:
+    if not cfg.grpo.async_grpo.enabled:
+        return RolloutsInTurn(collect, prompts_of_step)
+    age, last = cfg.grpo.async_grpo.max_trajectory_age_steps, cfg.grpo.max_num_steps
+    return RolloutsAhead(collect, prompts_of_step, age, last, on_phase)
+
+
 def _length_notice(cfg: Config) -> str:
     """Return a sentence about answers that the context ends before max_new_tokens; "" where there are none."""
     generation = cfg.policy.generation
@@ -258,29 +276,32 @@ def _machine_choices(policy: Policy, generation: Generation, bridge: RefitBridge
     }
 
 
-def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) -> StepOutcome:
+def train_step(parts: LoopParts, step: int) -> StepOutcome:
     """Take one step of the loop. Raises StepRefused, at any of its optimizer steps."""
     cfg, clock = parts.cfg, Stopwatch(parts.on_phase)
     start_time = time.perf_counter()
     offload = cfg.policy.megatron_cfg.offload_between_phases
     memory = {"memory/offloaded_bytes": parts.policy.offload_after_refit()} if offload else {}
     try:
-        rollout = collect_rollout(cfg, parts.generation, parts.tokenizer, parts.sampling, clock, step, prompts_of_round)
+        rollout = parts.rollouts.take(step, clock)
     except StepRefused:  # the caller saves what is trained, in the memory that the engines give back
         parts.generation.finish_generation()
         raise
     parts.generation.finish_generation()
     completions = rollout.completions
     assert all(len(c.logprobs) == len(c.token_ids) for c in completions), "a completion lacks log-probs"
-    stale = {c.policy_version for c in completions} - {parts.bridge.version}
-    assert not stale, f"completions of versions {stale}, the trainer is at {parts.bridge.version}"
+    version, ahead = parts.bridge.version, cfg.grpo.async_grpo
+    check_versions(completions, version, ahead.max_trajectory_age_steps if ahead.enabled else 0)
 
     batch = score_batch(parts, rollout, clock)
     samples = pick_samples(rollout, batch, parts.tokenizer)
     log_weights = log_weight_histogram(batch.prev_logprobs, batch.generation_logprobs, batch.token_mask)
     # the mismatch is of all tokens that were generated, also of those that the loss leaves out
     limits = parts.explained, cfg.nemo_fp8rl.mismatch_alarm == "stop"
-    judgement = judge_and_correct(batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction, *limits)
+    newest = version, parts.explained_newest
+    judgement = judge_and_correct(
+        batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction, *limits, *newest
+    )
     notes = [f"step {step}: {sentence}" for sentence in judgement.warnings]
     per_rollout = cfg.policy.megatron_cfg.scheduler.per_rollout
     with clock("train"):
@@ -309,11 +330,12 @@ def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) ->
     parts.on_phase("refit")
     parts.generation.prepare_for_generation()
     refit = refit_or_stop(parts.bridge)
+    parts.rollouts.begin(step + 1)
 
     signal = signal_metrics(cfg, parts.tokenizer, rollout)
-    metrics = _step_metrics(cfg, rollout, judgement, average_steps(steps) | signal, skipped)
-    metrics |= clock.metrics() | refit.metrics() | memory
-    metrics["performance/generation_tokens_per_sec"] = rollout.generated_tokens / clock.seconds["generate"]
+    metrics = step_metrics(cfg, rollout, judgement, average_steps(steps) | signal, skipped)
+    metrics |= clock.metrics() | refit.metrics() | memory | parts.rollouts.metrics()
+    metrics["performance/generation_tokens_per_sec"] = rollout.generated_tokens / rollout.generate_seconds
     metrics["timing/total_step_time"] = time.perf_counter() - start_time
     return StepOutcome(metrics, notes, judgement.alarm, log_weights, samples)
 
@@ -321,7 +343,7 @@ def train_step(parts: LoopParts, step: int, prompts_of_round: PromptsOfRound) ->
 def score_batch(parts: LoopParts, rollout: Rollout, clock: Stopwatch) -> ScoredBatch:
     """Return the rollout as a batch, with the trainer's log-probs, rewards and advantages."""
     cfg = parts.cfg
-    batch = collate(rollout.prompts, rollout.completions, parts.tokenizer.pad_token_id)
+    batch = collate(rollout.prompts, rollout.completions, parts.tokenizer.pad_token_id, cfg.grpo.async_grpo.enabled)
     if cfg.grpo.overlong_filtering:
         answered = [float(completion.finish_reason == "stop") for completion in rollout.completions]
         batch = replace(batch, sample_mask=torch.tensor(answered))
@@ -337,42 +359,6 @@ def score_batch(parts: LoopParts, rollout: Rollout, clock: Stopwatch) -> ScoredB
         advantages=compute_advantages(cfg, rollout, batch, prev_logprobs, reference_logprobs),
         reference_policy_logprobs=reference_logprobs,
     )
-
-
-def _step_metrics(
-    cfg: Config, rollout: Rollout, judgement: Judgement, trained: dict[str, float], skipped: int
-) -> dict[str, float]:
-    """Return the metrics under train/.
-
-    trained:  metrics of the optimizer steps; skipped: how many steps did not take place
-    """
-    batch = judgement.batch
-    metrics = trained | judgement.mismatch | judgement.mismatch_by_position | judgement.mismatch_by_lag
-    metrics |= judgement.correction
-    metrics |= known_route_share(batch)
-    metrics |= {
-        "reward": float(rollout.all_rewards.mean()),
-        "mean_gen_tokens_per_sample": rollout.generated_tokens / len(rollout.all_rewards),
-        "truncation_rate": rollout.truncated_answers / len(rollout.all_rewards),
-        "global_valid_toks": float(batch.loss_mask.sum()),
-        "generation_rounds": rollout.rounds,
-        "optimizer_steps_skipped": skipped,
-    }
-    if cfg.grpo.use_dynamic_sampling:
-        metrics["filtered_reward"] = float(rollout.rewards.mean())
-    # a metric of no token (all rejected, none finite) is left out: JSON has no NaN
-    return {f"train/{name}": value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def known_route_share(batch: SequenceBatch) -> dict[str, float]:
-    """Return routes_known: the share of the tokens that the engine read whose experts it named.
-
-    The trainer's own routers choose the experts of the other tokens. The result is empty without routes.
-    """
-    if batch.routed_experts is None:
-        return {}
-    read = torch.arange(batch.input_ids.size(1)) < batch.input_lengths[:, None] - 1  # all but the last token
-    return {"routes_known": float((batch.routed_experts[..., 0, 0] >= 0)[read].float().mean())}
 
 
 def validate(parts: LoopParts) -> dict[str, float]:

@@ -15,6 +15,7 @@ import torch
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ARGUMENTS = {
     "alignment": ["--samples", "8", "--folder", "{}"],
+    "async_loop": ["--dry-run", "--json", "{}/figures.json"],
     "bandit": ["--seeds", "1", "--steps", "20", "--json", "{}/figures.json"],
     "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],

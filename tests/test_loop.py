@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_fp8rl import rollout
 from nemo_fp8rl.algorithms.gates import GATED
 from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.cli import main
@@ -22,7 +21,8 @@ from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.rollout import collect_rollout, pick_further_prompts
+from nemo_fp8rl.rollout import collect
+from nemo_fp8rl.rollout.collect import collect_rollout, pick_further_prompts
 from nemo_fp8rl.run.end_record import read_end
 from nemo_fp8rl.train import _length_notice, format_figures, train, validate
 from tests.conftest import RECIPES
@@ -291,7 +291,7 @@ def test_what_was_trained_is_saved_when_a_later_step_finds_too_little_signal(run
         calls.append(group_ids)
         return torch.full((len(rewards),), len(calls) == 1)
 
-    monkeypatch.setattr(rollout, "groups_with_signal", of_the_first_step)
+    monkeypatch.setattr(collect, "groups_with_signal", of_the_first_step)
     with pytest.raises(UserError, match=r"^step 2: dynamic sampling found 0 of 4 "):
         run(
             "grpo.use_dynamic_sampling=true",

@@ -75,14 +75,14 @@ def command(cfg_overrides: tuple[str, ...], run: Path, *extra: str) -> list[str]
     return [sys.executable, "-m", "nemo_fp8rl.cli", *arguments(cfg_overrides, run, *extra)]
 
 
-def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+def wait_for_step(process: subprocess.Popen, run: Path, step: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before it could be stopped"
         if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > step:
             return
         time.sleep(0.02)
-    raise AssertionError(f"no step {step} within two minutes")
+    raise AssertionError(f"no step {step} within {seconds} seconds")
 
 
 def test_run_directory_holds_what_a_reader_needs(uninterrupted):

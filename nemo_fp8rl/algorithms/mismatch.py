@@ -28,6 +28,8 @@ With l = prev_logprobs - generation_logprobs (trainer minus engine), rho = e^l, 
     weight_mean                                                    mean rho
     token_share                                                    of all tokens
 
+and, of tokens whose version is known: version_lag_mean, version_lag_max.
+
 verl reports its metrics under rollout_corr/; ess is rollout_is_eff_sample_size there, and probs_pearson_corr is
 training/rollout_actor_probs_pearson_corr. In NeMo RL the two KLs follow loss_fn.reference_policy_kl_type (k3 by
 default); in this module they are always k3. NeMo RL's sampling_importance_ratio, is_oob_ratio and approx_entropy belong
@@ -100,6 +102,9 @@ def mismatch_by_lag(
         metrics |= {f"{name}/{end}": found[name] for name in BY_LAG}
         metrics[f"weight_mean/{end}"] = sums["weight"] / sums["tokens"] if sums["tokens"] else math.nan
         metrics[f"token_share/{end}"] = float(of_version.sum()) / total
+    lags = (trainer_version - token_versions[inside & (token_versions >= 0)]).double()
+    if len(lags):
+        metrics |= {"version_lag_mean": float(lags.mean()), "version_lag_max": float(lags.max())}
     return metrics
 
 

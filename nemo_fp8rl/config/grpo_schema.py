@@ -10,6 +10,7 @@ from nemo_fp8rl.common.field_rules import (
     NEMO_RL,
     NEMO_RL_LOOP,
     Block,
+    EarlierRuns,
     MayChange,
     Range,
     reference,
@@ -48,12 +49,14 @@ class RewardShapingConfig(Block):
 class AsyncGrpoConfig(Block):
     """Generation while the trainer trains (NeMo RL's keys)."""
 
-    enabled: Annotated[bool, NEMO_RL] = False
+    enabled: Annotated[bool, EarlierRuns(False), NEMO_RL] = False
     """Generate answers with older weights while the trainer takes a step."""
-    in_flight_weight_updates: Annotated[bool, NEMO_RL] = False
+    max_trajectory_age_steps: Annotated[int, Range(at_least=1, at_most=100), EarlierRuns(1), NEMO_RL] = 1
+    """Steps by which answers may be older than the trainer. So many steps ahead prompts are asked."""
+    in_flight_weight_updates: Annotated[bool, EarlierRuns(False), NEMO_RL] = False
     """Refit engines without waiting for answers in progress, which go on with the new weights. Every token is labelled
     with the version it was sampled from. This needs policy.generation.vllm_cfg.async_engine."""
-    recompute_kv_cache_after_weight_updates: Annotated[bool, NEMO_RL] = False
+    recompute_kv_cache_after_weight_updates: Annotated[bool, EarlierRuns(False), NEMO_RL] = False
     """Compute the keys and values of answers in progress again with the new weights. Otherwise those of the old weights
     stay."""
 

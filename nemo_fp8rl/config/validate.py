@@ -140,6 +140,31 @@ def _check_updates_in_flight(cfg: Config) -> None:
         )
 
 
+def check_asynchronous(cfg: Config) -> None:
+    """Raise UserError where our own loop cannot generate ahead with this recipe (`rollout.sources`)."""
+    if not cfg.grpo.async_grpo.enabled:
+        return
+    key, generation = "grpo.async_grpo.enabled=true", cfg.policy.generation
+    if not generation.vllm_cfg.async_engine:
+        raise UserError(
+            f"{key} needs an engine that answers while the trainer works: set policy.generation.vllm_cfg."
+            "async_engine=true"
+        )
+    turns = {
+        "policy.generation.colocated.enabled=false": generation.colocated.enabled,
+        "policy.generation.vllm_cfg.sleep_level=0": generation.vllm_cfg.sleep_level > 0,
+        "policy.megatron_cfg.offload_between_phases=false": cfg.policy.megatron_cfg.offload_between_phases,
+    }
+    if fixes := [fix for fix, is_due in turns.items() if is_due]:
+        raise UserError(f"{key}: trainer and engines work at once and need their memory: set {' and '.join(fixes)}")
+    correction = resolve_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)
+    if correction.weight == "none" and not correction.bypass:
+        raise UserError(
+            f"{key} trains on answers of older weights, which needs importance weights: set "
+            "nemo_fp8rl.correction.preset=tis, or loss_fn.use_importance_sampling_correction=true"
+        )
+
+
 def _check_algorithm(cfg: Config) -> None:
     resolve_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     check_gates(cfg.nemo_fp8rl.gates)

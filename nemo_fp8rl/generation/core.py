@@ -165,6 +165,7 @@ class AsyncCore:
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise
         self._ids = count()
+        self.rpc("nemo_fp8rl_end_with", os.getpid())
 
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
         outputs: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()

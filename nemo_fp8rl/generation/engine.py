@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from operator import itemgetter
-from threading import Event, Lock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -58,9 +58,8 @@ class VllmEngine:
 
     def __init__(self) -> None:
         self.policy_version = self.latest_version = self.loaded_version = -1
-        self.sleep_level, self.is_cache_asleep = 0, False
-        self.has_died, self.retried_prompts = False, 0
-        self.readers, self.recording, self.has_weights = AnswerReaders(), Lock(), Event()
+        self.sleep_level, self.is_cache_asleep, self.has_died, self.retried_prompts = 0, False, False, 0
+        self.readers, self.recording = AnswerReaders(), Lock()
         self.shapes: Shapes | None = None
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
@@ -70,6 +69,7 @@ class VllmEngine:
         """
         vllm_version()
         self.in_flight, self.patience = cfg.updates_in_flight, cfg.cluster.engine_timeout_seconds
+        self.wait = self.patience if cfg.grpo.async_grpo.enabled else 0.0  # for another thread's refit
         hf = read_hf_config(cfg.policy.model_name)
         check_engine(hf, cfg)
         check_machine(hf, cfg)
@@ -140,9 +140,7 @@ class VllmEngine:
         Raises:    WorkerDied; `generating_version` is then -1, or a `RemoteEnginePool` would ask this engine again
         """
         self.retried_prompts += len(prompts) if is_retry else 0
-        if self.in_flight:
-            self.has_weights.wait(self.patience)  # after a restart they come with the next refit of another thread
-        with self.readers.count_reader(self._begin) as version, self._errors_as_death():
+        with self.readers.count_reader(self._begin, self._may_begin, self.wait) as version, self._errors_as_death():
             yield from self._answers(version, prompts, seeds, sampling)
 
     @contextmanager
@@ -175,16 +173,20 @@ class VllmEngine:
             ) from None
 
     def _begin(self) -> int:
-        """Return the version from which answers are generated. Raises where the engine is fenced or asleep.
-
-        With updates in flight answers that begin during one wait in vLLM's queue until its commit.
-        """
-        if (version := self.latest_version if self.in_flight else self.policy_version) < 0:
+        """Return the version from which answers are generated. Raises where the engine is fenced or asleep."""
+        if (version := self._version_of_answers()) < 0:
             raise RefitError("this engine has not received weights that were committed: refit before generating")
         if self.sleep_level:
             raise RuntimeError("this engine sleeps: prepare_for_generation first")
         self._wake_cache()
         return version
+
+    def _version_of_answers(self) -> int:
+        """With updates in flight answers that begin during one wait in vLLM's queue until its commit."""
+        return self.latest_version if self.in_flight else self.policy_version
+
+    def _may_begin(self) -> bool:
+        return self._version_of_answers() >= 0 or "core" not in self.__dict__  # which was shut down
 
     def _answers(
         self, version: int, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], sampling: Sampling
@@ -291,7 +293,7 @@ class VllmEngine:
         if self.in_flight:
             self.core.resume(version)
         self.policy_version = version
-        self.has_weights.set()
+        self.readers.look_again()
 
     def finish_generation(self, sleep_level: int) -> int:
         """Give memory back, and return the bytes.
@@ -330,8 +332,8 @@ class VllmEngine:
             self.is_cache_asleep = False
 
     def describe(self) -> EngineDescription:
-        kernels = frozenset[str]().union(*self.core.rpc("nemo_fp8rl_kernels"))
-        return EngineDescription(kernels, frozenset([instructions()]), self._fingerprint)
+        kernels = self.core.rpc("nemo_fp8rl_kernels")
+        return EngineDescription(frozenset[str]().union(*kernels), frozenset([instructions()]), self._fingerprint)
 
     @cached_property
     def _fingerprint(self) -> frozenset[tuple[str, str]]:
@@ -343,7 +345,7 @@ class VllmEngine:
 
     def generating_version(self) -> int:
         """Return the version from which it generates; -1 while it takes no prompts, or once it has died."""
-        return -1 if self.has_died else self.latest_version if self.in_flight else self.policy_version
+        return -1 if self.has_died else self._version_of_answers()
 
     def count_retried_prompts(self) -> int:
         """Return how many prompts copies of the pool asked again."""
@@ -355,9 +357,10 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         self.policy_version = self.latest_version = -1
-        self.has_weights.set()  # a thread that waits for them hears of the end
+        core = self.__dict__.pop("core", None)  # absent where setup failed
+        self.readers.look_again()
         try:
-            if core := self.__dict__.pop("core", None):  # absent where setup failed
+            if core:
                 core.shutdown()
                 del core
                 gc.collect()  # its modules refer to each other

@@ -22,7 +22,7 @@ from nemo_fp8rl.workers import WorkerDied, Workers
 CALLS_AT_ONCE = 128
 """Calls, each for many prompts, that an engine with a core in a process of its own (`async_engine`) answers at once."""
 CALLS_OF_A_REFIT = 4
-"""With updates in flight answers wait for a refit: for a pause, a load, a second load after a fault, and a commit."""
+"""Prompts that are asked during a refit wait for a pause, a load, a second load after a fault, and a commit."""
 HEALTH_CHECK_SECONDS = 0.2
 """Timeout of a health check: an engine that misses it is done without. Also the pause between two looks at engines."""
 
@@ -104,7 +104,7 @@ class EngineClient(ABC):
     def _answer_timeout(self, sampling: Sampling) -> float | None:
         if self.timeout is None:
             return None
-        in_refit = CALLS_OF_A_REFIT * self.timeout if self.cfg.updates_in_flight else 0.0
+        in_refit = CALLS_OF_A_REFIT * self.timeout if self.cfg.grpo.async_grpo.enabled else 0.0
         return self.timeout + in_refit + SECONDS_A_TOKEN * sampling.max_new_tokens
 
     @abstractmethod

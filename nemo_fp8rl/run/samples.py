@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nemo_fp8rl.batch import ScoredBatch
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.rollout import Rollout
+from nemo_fp8rl.rollout.collect import Rollout
 from nemo_fp8rl.run.step_log import Sample
 
 MAX_LENGTH = 512

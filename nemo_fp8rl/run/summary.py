@@ -26,6 +26,10 @@ def format_figures(metrics: Row) -> dict[str, str]:
         figures["accuracy"] = f"{metrics['validation/accuracy']:.3f}"
     if "train/token_mult_prob_error" in metrics:
         figures["mismatch"] = format_exactly(metrics["train/token_mult_prob_error"], 6)
+    if "train/version_lag_mean" in metrics:
+        figures["lag"] = f"{metrics['train/version_lag_mean']:.2f}"
+    if "generation/idle_share" in metrics:
+        figures["engines idle"] = f"{metrics['generation/idle_share']:.0%}"
     return figures | {
         "tokens/s": f"{metrics['performance/generation_tokens_per_sec']:,.0f}",
         "refit": f"{metrics['timing/refit']:.3g} s {metrics['refit/bytes'] / 1e6:.3g} MB",
@@ -47,6 +51,10 @@ def make_summary(rows: Sequence[Row], title: str) -> Table:
         table.add_row("train/exact_logprob_fraction, mean", format_share(mean))
     if (mean := _mean(steps, "refit/bytes")) is not None:
         table.add_row("refit/bytes, mean", f"{mean / 1e6:.3g} MB")
+    if (mean := _mean(steps, "train/version_lag_mean")) is not None:
+        table.add_row("train/version_lag_mean, mean (refits)", f"{mean:.2f}")
+    if (mean := _mean(steps, "generation/idle_share")) is not None:
+        table.add_row("generation/idle_share, mean", f"{mean:.0%}")
     total = _mean(steps, "timing/total_step_time")
     for name in ("total_step_time", *PHASES):
         if (mean := _mean(steps, f"timing/{name}")) is not None:

@@ -8,7 +8,7 @@ import torch
 from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.train import known_route_share
+from nemo_fp8rl.rollout.step_metrics import known_route_share
 from tests.conftest import BATCH_INVARIANT, RECIPES, SMALL
 from tests.generation.pair import FREE, GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors

@@ -107,8 +107,8 @@ def choose_for_train(
     """Return (overrides, the layout in words) for a recipe of `nemo-fp8rl train` on one machine.
 
     On several GPUs the run uses Ray, and both sides share all GPUs unless the recipe sets
-    policy.generation.colocated.enabled=false. On one GPU or none nothing is added. A recipe that states its layout
-    keeps it.
+    policy.generation.colocated.enabled=false or grpo.async_grpo.enabled=true. On one GPU or none nothing is added. A
+    recipe that states its layout keeps it.
 
     is_setting: the user gave the number of GPUs, instead of the number that is visible
     Raises:     UserError if the recipe does not fit, or states a layout while the user gave a number other than 0
@@ -119,10 +119,12 @@ def choose_for_train(
         raise UserError(f"gpus_per_node={gpus}, but the recipe says {', '.join(named)}: leave one of the two out")
     if named or gpus < 2:
         return (), ""
-    generation = load(recipe, overrides).policy.generation
+    cfg = load(recipe, overrides)
+    generation, is_asynchronous = cfg.policy.generation, cfg.grpo.async_grpo.enabled
     engine, alone, turns = generation.vllm_cfg.tensor_parallel_size, 0, []
-    if at(values, COLOCATED, None) is not None and not generation.colocated.enabled:
-        alone = _for_engines(gpus, engine, 1, f"{COLOCATED}=false")  # a model on several ranks says train_ranks
+    if is_asynchronous or (at(values, COLOCATED, None) is not None and not generation.colocated.enabled):
+        why = "grpo.async_grpo.enabled=true" if is_asynchronous else f"{COLOCATED}=false"
+        alone = _for_engines(gpus, engine, 1, why)  # a model on several ranks says train_ranks
     elif gpus % engine:
         raise UserError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={engine} does not divide the {gpus} GPUs that engines "

@@ -16,13 +16,17 @@ class AnswerReaders:
         self._counts, self._changed = Counter[int](), Condition()
 
     @contextmanager
-    def count_reader(self, begin: Callable[[], T]) -> Iterator[T]:
+    def count_reader(
+        self, begin: Callable[[], T], may_begin: Callable[[], bool] = lambda: True, patience: float = 0.0
+    ) -> Iterator[T]:
         """Count this thread as a reader within the block. The block gets the result of `begin`.
 
-        begin:  is called under the lock, so that a thread which waits sees this reader or comes before `begin`
+        begin:      is called under the lock, so that a thread which waits sees this reader or comes before `begin`
+        may_begin:  what this thread waits for first, at most `patience` seconds; `look_again` tells of a change
         """
         thread = get_ident()
         with self._changed:
+            self._changed.wait_for(may_begin, patience)
             value = begin()
             self._counts[thread] += 1
         try:
@@ -31,6 +35,11 @@ class AnswerReaders:
             with self._changed:
                 self._counts[thread] -= 1
                 self._changed.notify_all()
+
+    def look_again(self) -> None:
+        """Have the threads that wait to begin look again whether they may."""
+        with self._changed:
+            self._changed.notify_all()
 
     def is_this_thread_reading(self) -> bool:
         with self._changed:

@@ -4,6 +4,10 @@ Only bytes, numbers and texts cross vLLM's process borders: errors are returned 
 """
 
 import gc
+import os
+import select
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -62,6 +66,17 @@ class RefitWorkerExtension:
     @cached_property
     def weight_store(self) -> WeightStore:
         return WeightStore(self.model_runner)
+
+    def nemo_fp8rl_end_with(self, process: int) -> None:
+        """End this process, and so vLLM's core, once another process has ended: vLLM does not see a client killed."""
+        ends = select.poll()
+        ends.register(os.pidfd_open(process), select.POLLIN)
+
+        def wait() -> None:
+            ends.poll()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=wait, name="end with the client", daemon=True).start()
 
     def nemo_fp8rl_stored_parts(self) -> tuple[str, str]:
         """Return (the parts that this rank stores, "" or the reason why they are unknown)."""

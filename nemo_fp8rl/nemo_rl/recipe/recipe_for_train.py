@@ -54,7 +54,6 @@ REQUIRED_VALUES = {
     "grpo.max_rollout_turns": (1, "conversations of several turns are not supported"),
     "grpo.batch_multiplier": (1, "a step asks for exactly num_prompts_per_step prompts"),
     "grpo.val_num_generations_per_prompt": (1, "validation takes one answer of each prompt"),
-    "grpo.async_grpo.enabled": (False, "generation and training take turns"),
     "grpo.reward_scaling.enabled": (False, "rewards are not scaled"),
     "grpo.advantage_clip_low": (None, "advantages are not clipped"),
     "grpo.advantage_clip_high": (None, "advantages are not clipped"),
@@ -141,6 +140,7 @@ def convert_keys_for_train(path: Path, recipe: Mapping[str, Any]) -> Config:
     for name in ("adv_estimator", "reward_shaping"):
         grpo[name] = {**_defaults_of(recipe, name), **(recipe["grpo"].get(name) or {})}
     grpo["adv_estimator"].pop("reward_weights", None)  # of several rewards, which no estimator here has
+    grpo["async_grpo"] = asdict(cfg.grpo.async_grpo)
     grpo["max_val_samples"] = _count_validation_samples(recipe["grpo"], grpo["max_val_samples"])
     register_resolvers()
     tree |= train_blocks

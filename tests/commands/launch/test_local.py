@@ -108,6 +108,10 @@ def test_none_leaves_a_layout_and_hides_the_gpus(capsys, monkeypatch):
         assert ("CUDA_VISIBLE_DEVICES" in script) == hides
 
 
+def test_generation_ahead_has_gpus_of_its_own():
+    assert ours(8, "grpo.async_grpo.enabled=true")[0] == (4, 4, False)
+
+
 def test_what_a_recipe_of_ours_says_itself_is_kept():
     assert ours(8, "cluster.backend=ray", "cluster.train_ranks=2", "cluster.generation_engines=3")[0] == (2, 3, False)
     chosen, _ = choose_for_train(TINY, (*SMALL_BATCHES, *COLOCATED), 2)

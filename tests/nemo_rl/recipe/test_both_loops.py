@@ -27,7 +27,7 @@ from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from nemo_fp8rl.nemo_rl.recipe.config_from_recipe import convert_keys
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import DEFAULTS, convert_keys_for_train, load_for_train
-from nemo_fp8rl.rollout import shape_rewards
+from nemo_fp8rl.rollout.collect import shape_rewards
 from tests.nemo_rl import runs
 from tests.refusals import refusal_of
 

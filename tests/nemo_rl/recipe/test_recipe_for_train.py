@@ -7,7 +7,9 @@ import pytest
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.grpo_schema import AsyncGrpoConfig
 from nemo_fp8rl.config.run_schema import LoggerConfig
+from nemo_fp8rl.config.validate import check_asynchronous
 from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -55,6 +57,13 @@ def test_a_schedule_without_a_length_has_that_of_the_run(warm, tmp_path):
     assert cfg.policy.megatron_cfg.scheduler.lr_decay_iters == cfg.grpo.max_num_steps < 1000
 
 
+def test_an_asynchronous_recipe_runs_ahead_in_our_loop(warm, tmp_path):
+    keys = [*runs.overrides(warm, tmp_path), *runs.ASYNC, "++grpo.async_grpo.max_trajectory_age_steps=2"]
+    cfg = load_for_train(runs.RECIPE, keys)
+    check_asynchronous(cfg)
+    assert cfg.grpo.async_grpo == AsyncGrpoConfig(enabled=True, max_trajectory_age_steps=2)
+
+
 def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path, capsys):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs), "grpo.max_num_steps=1"]
@@ -71,7 +80,6 @@ def test_train_runs_nemo_rls_recipe_and_launch_leaves_the_choice(warm, tmp_path,
     [
         ("grpo.max_rollout_turns=3", "grpo.max_rollout_turns=3"),
         ("grpo.advantage_clip_low=-1", "grpo.advantage_clip_low=-1"),
-        ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled=True"),
         ("grpo.advantage_clip_low=0", "grpo.advantage_clip_low=0"),
         ("++grpo.advantage_clip_high=0.0", "grpo.advantage_clip_high=0"),
         ("data.default.prompt_file=x.txt", "data.train: prompt_file=x.txt"),

@@ -4,6 +4,7 @@ With dynamic sampling answers are generated until the rewards of a group differ.
 """
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,12 @@ from nemo_fp8rl.data.rewards.answer_form import has_answer, may_lack_answer
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
 
+PromptsOfRound = Callable[[int], Sequence[Prompt]]
+"""Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
+
+SCORING = threading.Lock()
+"""A function of the user's own may not bear two threads at once."""
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -41,6 +48,7 @@ class Rollout:
     all_rewards:        float32 [answers], the verifier's, of all rounds, also of the answers that were dropped
     generated_tokens:   tokens of all these answers
     truncated_answers:  how many of all these answers reached the maximum length
+    generate_seconds:   seconds in which engines generated these answers
     """
 
     prompts: list[Prompt]
@@ -51,6 +59,7 @@ class Rollout:
     all_rewards: Tensor
     generated_tokens: int
     truncated_answers: int
+    generate_seconds: float
 
 
 def collect_rollout(
@@ -60,7 +69,7 @@ def collect_rollout(
     sampling: Sampling,
     clock: Stopwatch,
     step: int,
-    prompts_of_round: Callable[[int], Sequence[Prompt]],
+    prompts_of_round: PromptsOfRound,
 ) -> Rollout:
     """Generate and score completions of a step's prompts.
 
@@ -100,9 +109,8 @@ def collect_rollout(
         if len(scores) == num_prompts:
             group_ids = torch.arange(num_prompts).repeat_interleave(size)
             rewards, all_rewards = torch.cat(scores), torch.cat(all_scores)
-            return Rollout(
-                sampled_prompts, completions, rewards, group_ids, round_ + 1, all_rewards, generated, truncated
-            )
+            counts = round_ + 1, all_rewards, generated, truncated
+            return Rollout(sampled_prompts, completions, rewards, group_ids, *counts, clock.seconds["generate"])
     raise StepRefused(
         f"dynamic sampling found {len(scores)} of {num_prompts} prompts whose answers are not all alike in "
         f"grpo.dynamic_sampling_max_gen_batches={cfg.grpo.dynamic_sampling_max_gen_batches} rounds; raise it, or give "
@@ -139,7 +147,8 @@ def score_answers(
         )
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    return torch.tensor(load_scorer(cfg.data.default.env_name).score(samples), dtype=torch.float32)
+    with SCORING:
+        return torch.tensor(load_scorer(cfg.data.default.env_name).score(samples), dtype=torch.float32)
 
 
 def signal_metrics(cfg: Config, tokenizer: PromptTokenizer, rollout: Rollout) -> dict[str, float]:
