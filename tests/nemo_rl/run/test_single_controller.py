@@ -296,4 +296,4 @@ def test_an_actor_that_fails_is_its_error(single_controller, cluster):
             return {}
 
     with pytest.raises(UserError, match="the 4th answer is empty"), run_loop.reward_errors():
-        single_controller.wait(Failing.remote(), SimpleNamespace(interval_s=5, stall_timeout_s=10))
+        single_controller.wait(Failing.remote(), SimpleNamespace(interval_s=5, stall_timeout_s=120))
