@@ -38,7 +38,7 @@ LEFT_OUT = 2
 
 
 def measure(folder: Path, way: str, number: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return steps a second, and means of NAMES that the run has."""
+    """Return steps a second, of the median step, and means of NAMES that the run has."""
     log_dir = folder / f"{way.replace(' ', '_')}_{number}"
     keys = [
         f"policy.model_name={folder}/warm",
@@ -52,10 +52,10 @@ def measure(folder: Path, way: str, number: int, arguments: argparse.Namespace) 
         *(f"policy.train_{size}_batch_size={arguments.prompts * 8}" for size in ("global", "micro")),
         *(f"grpo.num_prompts_per_step={arguments.prompts}", "grpo.num_generations_per_prompt=8"),
     ]
-    train(load(RECIPES / "tiny_cpu.yaml", [*keys, *WAYS[way]]))
+    assert train(load(RECIPES / "tiny_cpu.yaml", [*keys, *WAYS[way]])), "a signal ended the run"
     rows = [row for row in read(log_dir / "metrics.jsonl") if row["step"] > LEFT_OUT]
     means = {name: fmean(row[name] for row in rows) for name in NAMES if name in rows[0]}
-    return {"steps_per_second": 1 / fmean(row["timing/total_step_time"] for row in rows), **means}
+    return {"steps_per_second": 1 / median(row["timing/total_step_time"] for row in rows), **means}
 
 
 def main() -> None:
