@@ -59,7 +59,7 @@ class VllmEngine:
     def __init__(self) -> None:
         self.policy_version = self.latest_version = self.loaded_version = -1
         self.sleep_level, self.is_cache_asleep, self.has_died, self.retried_prompts = 0, False, False, 0
-        self.readers, self.recording, self.in_flight, self.refit_wait = AnswerReaders(), Lock(), False, 0.0
+        self.readers, self.recording, self.in_flight, self.max_wait = AnswerReaders(), Lock(), False, 0.0
         self.shapes: Shapes | None = None
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
@@ -69,7 +69,7 @@ class VllmEngine:
         """
         vllm_version()
         self.in_flight, self.patience = cfg.updates_in_flight, cfg.cluster.engine_timeout_seconds
-        self.refit_wait = self.patience if cfg.grpo.async_grpo.enabled else 0.0  # for another thread's refit
+        self.max_wait = self.patience if cfg.grpo.async_grpo.enabled else 0.0  # for another thread's refit
         hf = read_hf_config(cfg.policy.model_name)
         check_engine(hf, cfg)
         check_machine(hf, cfg)
@@ -141,7 +141,7 @@ class VllmEngine:
         """
         self.retried_prompts += len(prompts) if is_retry else 0
         with (
-            self.readers.count_reader(self._begin, self._may_begin, self.refit_wait) as version,
+            self.readers.count_reader(self._begin, self._may_begin, self.max_wait) as version,
             self._errors_as_death(),
         ):
             yield from self._answers(version, prompts, seeds, sampling)
