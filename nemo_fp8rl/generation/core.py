@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
+from nemo_fp8rl.common.vllm_version import ENGINE_THREAD
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN
 from nemo_fp8rl.workers import WorkerDied
@@ -157,15 +158,15 @@ class AsyncCore:
     def __init__(self, arguments: dict[str, Any], timeout: float) -> None:
         self.timeout, self.is_shut_down, self.is_paused = timeout, False, False
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name=ENGINE_THREAD, daemon=True).start()
         self.llm: Any = None
         try:
             self.llm = self._wait(_start_async_llm(arguments))
+            self.rpc("nemo_fp8rl_end_with", os.getpid())
         except BaseException:
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise
         self._ids = count()
-        self.rpc("nemo_fp8rl_end_with", os.getpid())
 
     def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
         outputs: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()

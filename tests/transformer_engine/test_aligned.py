@@ -14,7 +14,6 @@ from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.ops import alignment
-from nemo_fp8rl.policy.layers import te_linears
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from tests.conftest import RECIPES, SMALL
 from tests.gpu_engine.test_aligned_trainer import make_batch
@@ -63,7 +62,7 @@ def test_transformer_engine_multiplies_where_its_bits_are_the_shared_ones(cfg, o
 
 def test_the_shared_product_stands_for_one_with_other_bits(cfg, on_cpu, monkeypatch):
     for name in ("fp8_product", "fp8_expert_product"):
-        monkeypatch.setattr(te_linears, name, fake_product_of_other_bits)
+        monkeypatch.setattr(f"nemo_fp8rl.policy.layers.te_linears.{name}", fake_product_of_other_bits)
     kernels, logprobs, fingerprint, losses = results(cfg, gpu=True)
     reason = "(Transformer Engine has other bits in qkv, o, gate_up, down)"
     assert (
@@ -78,7 +77,7 @@ def test_the_shared_product_stands_for_one_with_other_bits(cfg, on_cpu, monkeypa
 
 def test_fp8_weights_without_a_fallback_are_refused(cfg, monkeypatch):
     for name in ("fp8_product", "fp8_expert_product"):
-        monkeypatch.setattr(te_linears, name, fake_product_of_other_bits)
+        monkeypatch.setattr(f"nemo_fp8rl.policy.layers.te_linears.{name}", fake_product_of_other_bits)
     held_in_fp8 = replace(cfg, nemo_fp8rl=replace(cfg.nemo_fp8rl, fp8_param=True))
     with pytest.raises(UserError, match=r"nemo_fp8rl\.fp8_param: .* in qkv, o, gate_up, down, .*fp8_param=false"):
         results(held_in_fp8, gpu=True)

@@ -42,6 +42,7 @@ DEFAULTS_TEST = "test_keys_that_are_left_out_have_nemo_rls_values"
 WHOLE_RUN = "tests/nemo_rl/recipe/test_recipe_for_train.py: test_both_loops_give_the_same_rewards_and_losses"
 CONVERTED = "test_a_value_arrives_where_our_loop_reads_it"
 LOSS = "tests/nemo_rl/adapters/test_loss_conformance.py"
+AHEAD = "tests/nemo_rl/recipe/test_recipe_for_train.py: test_an_asynchronous_recipe_runs_ahead_in_our_loop"
 IN_FLIGHT = "tests/generation/test_in_flight.py: test_every_token_is_of_the_version_that_it_names"
 HELD_OUT = "test_the_share_held_out_is_nemo_rls"
 OTHER_ORDER = "; which prompts come when differs, as the seed goes into another generator"
@@ -58,7 +59,7 @@ MEANINGS: dict[str, str] = {
     "grpo.max_val_samples": "test_validation_takes_whole_batches_as_nemo_rl_does",
     "grpo.use_dynamic_sampling": "test_what_means_something_else_is_refused",
     "grpo.dynamic_sampling_max_gen_batches": CONVERTED + "; NeMo RL allows one round more before it ends the run",
-    "grpo.async_grpo.enabled": "test_what_means_something_else_is_refused",
+    **{f"grpo.async_grpo.{name}": AHEAD for name in ("enabled", "max_trajectory_age_steps")},
     **{f"grpo.async_grpo.{name}_weight_updates": IN_FLIGHT for name in ("in_flight", "recompute_kv_cache_after")},
     "grpo.seed": CONVERTED + OTHER_ORDER,
     **{f"checkpointing.{name}": CONVERTED for name in ("enabled", "checkpoint_dir", "save_period", "keep_top_k")},
