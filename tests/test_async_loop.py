@@ -101,6 +101,7 @@ def test_a_run_in_flight_that_is_killed_goes_on_with_the_prompts_of_a_run_in_tur
     assert seen.asked == {step: prompts_and_seeds(cfg, step) for step in range(first + 1, last + 1)}
 
 
+@pytest.mark.long
 def test_fenced_answers_are_of_one_version_and_an_engine_that_dies_is_replaced(
     warm_overrides, tmp_path, seen, monkeypatch
 ):

@@ -26,7 +26,7 @@ EXPERT_RANKS = (
 )
 CASES = [
     pytest.param("qwen3", 2, (), id="qwen3"),
-    pytest.param("qwen3_moe", 2, EXPERT_RANKS, id="qwen3_moe"),
+    pytest.param("qwen3_moe", 2, EXPERT_RANKS, id="qwen3_moe", marks=pytest.mark.long),
     pytest.param("qwen3", 4, (f"{ENGINE}enforce_eager=false",), id="qwen3-four-traced", marks=pytest.mark.long),
 ]
 

@@ -16,11 +16,15 @@ from tests.generation.pair import FREE, Pair
 
 FP8_CACHE = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
 CASES = [(family, flow) for family in ("qwen3", "qwen2", "llama", "qwen3_moe") for flow in ("fp8_e2e", "bf16")]
-CASES += [("qwen3", "fp8_e2e", FP8_CACHE), ("qwen2", "bf16", FP8_CACHE)]
+CASES += [("qwen3", "fp8_e2e", FP8_CACHE)]
+LONG = ("qwen2", "bf16", FP8_CACHE)
 SAMPLING = replace(FREE, max_new_tokens=5)
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(case, id="-".join(case)) for case in CASES), pytest.param(LONG, marks=pytest.mark.long)],
+)
 def pair(request, tmp_path_factory):
     family, flow, *further = request.param
     folder = tmp_path_factory.mktemp(family) / "tiny"
