@@ -203,6 +203,7 @@ def test_an_engine_killed_in_a_refit_loses_no_answer(recomputing, monkeypatch):
     assert max(flight.distances()) < NEAR
 
 
+@pytest.mark.long
 def test_an_engine_killed_while_the_trainer_steps_answers_after_the_next_refit(recomputing):
     """It has lost its version, and the trainer has gone on."""
     flight = recomputing
@@ -257,6 +258,7 @@ def ask_again(flight: Flight) -> tuple[list[Completion], list[Completion]]:
     raise AssertionError("no refit came between two tokens of an answer")
 
 
+@pytest.mark.long
 def test_kept_keys_are_read_by_the_answers_in_progress_alone(keeping):
     mixed, again = ask_again(keeping)
     assert {version for c in again for version in c.token_versions} == {keeping.bridge.version}
@@ -271,6 +273,7 @@ def test_kept_keys_are_read_by_the_answers_in_progress_alone(keeping):
     assert max(keeping.distances(firsts)) < NEAR
 
 
+@pytest.mark.long
 def test_without_the_salt_they_would_be_read_by_new_answers(keeping, monkeypatch):
     """So that the test above could fail."""
     monkeypatch.setattr(core, "_prompt", lambda request: {"prompt_token_ids": list(request.token_ids)})

@@ -20,7 +20,11 @@ CASES = [("qwen3", "pow2"), ("qwen2", "fp32"), ("qwen3_moe", "pow2"), ("qwen2", 
 SHORT = replace(GREEDY, max_new_tokens=3)
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+LONG = CASES[1::2]
+PARAMETERS = [pytest.param(case, marks=[pytest.mark.long] * (case in LONG), id="-".join(case)) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def pair(request, tmp_path_factory):
     family, numerics = request.param
     folder = tmp_path_factory.mktemp(family) / "tiny"

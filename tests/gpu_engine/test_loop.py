@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-LONG = {"qwen3"}
+LONG = {"qwen3_moe"}
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def choices(worker, monkeypatch):
     return made
 
 
+@pytest.mark.long
 def test_the_routers_own_choice_gives_the_bits_without_replay(worker):
     batch = make_batch()
     routes, expected = own_routes(worker, batch), worker.logprobs(batch)
