@@ -11,7 +11,7 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import EngineDescription
 from nemo_fp8rl.hf.shared_operations import differing_operations
-from nemo_fp8rl.ops.alignment import choose_alignment
+from nemo_fp8rl.ops.alignment import Alignment, choose_alignment
 from nemo_fp8rl.policy.interface import PolicyDescription
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
 from nemo_fp8rl.refit.bridge import RefitBridge
@@ -21,6 +21,8 @@ from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.reports import RefitReport
 from nemo_fp8rl.refit.transport.nixl import INSTALL
 from nemo_fp8rl.workers import WorkerDied, is_single_host
+
+NONE_ON_GPU = "none: align=auto waits until the shared operations have run on a GPU; align=vllm takes them"
 
 
 @contextmanager
@@ -60,6 +62,11 @@ def build_bridge(cfg: Config, policy: MegatronPolicy, generation: EnginePool, fi
         bucket_bytes=choice.bucket_bytes,
         first_version=first_version,
     )
+
+
+def describe_alignments(alignments: frozenset[Alignment], cfg: Config) -> str:
+    """Return the ranks' alignments in words, with the reason where auto leaves GPUs without one."""
+    return NONE_ON_GPU if alignments == {"none"} and cfg.nemo_fp8rl.align == "auto" else ", ".join(sorted(alignments))
 
 
 def check_fingerprints(trainer: PolicyDescription, engines: EngineDescription) -> None:

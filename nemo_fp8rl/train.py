@@ -15,7 +15,7 @@ from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.policy_update import average_steps, check_versions, judge_and_correct, train_on_batch
-from nemo_fp8rl.assemble import backends, build_bridge, explained_by, refit_or_stop
+from nemo_fp8rl.assemble import backends, build_bridge, describe_alignments, explained_by, refit_or_stop
 from nemo_fp8rl.batch import Prompt, ScoredBatch, collate, collate_prompts
 from nemo_fp8rl.common.display import Display
 from nemo_fp8rl.common.errors import StepRefused
@@ -158,7 +158,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         stop = stack.enter_context(stop_on_pod_request(StopFlag()))
         stack.enter_context(stop_on_signals(stop))  # after Ray has started, which sets signal handlers of its own
         bridge = build_bridge(cfg, policy, generation, first_version=run.completed_steps)
-        run.add_choices(_machine_choices(policy, generation, bridge))
+        run.add_choices(_machine_choices(cfg, policy, generation, bridge))
         precision = hf.family.experts, policy.describe().is_aligned
         explained = explained_by(cfg, *precision, cfg.grpo.async_grpo.enabled), explained_by(cfg, *precision)
         collect = partial(collect_rollout, cfg, generation, tokenizer, sampling)
@@ -262,10 +262,10 @@ def _length_notice(cfg: Config) -> str:
     )
 
 
-def _machine_choices(policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
+def _machine_choices(cfg: Config, policy: Policy, generation: Generation, bridge: RefitBridge) -> dict[str, str]:
     """Return the choices that the recipe leaves to the machines."""
     trainer, engines = policy.describe(), generation.describe()
-    choices = {"refit": bridge.description, "align": ", ".join(sorted(trainer.alignments))}
+    choices = {"refit": bridge.description, "align": describe_alignments(trainer.alignments, cfg)}
     choices["quantizer"] = ", ".join(sorted(trainer.quantizers)) or "none"
     if trainer.cache_roundings:
         choices["kv rounding"] = ", ".join(sorted(trainer.cache_roundings))

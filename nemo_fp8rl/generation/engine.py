@@ -140,10 +140,7 @@ class VllmEngine:
         Raises:    WorkerDied; `generating_version` is then -1, or a `RemoteEnginePool` would ask this engine again
         """
         self.retried_prompts += len(prompts) if is_retry else 0
-        with (
-            self.readers.count_reader(self._begin, self._may_begin, self.max_wait) as version,
-            self._errors_as_death(),
-        ):
+        with self.readers.count_reader(self._begin, self._may_begin, self.max_wait) as version, self._errors_as_death():
             yield from self._answers(version, prompts, seeds, sampling)
 
     @contextmanager

@@ -19,15 +19,6 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-NONE_ON_GPU = "none: align=auto waits until the shared operations have run on a GPU; align=vllm takes them"
-
-
-def describe_alignment(choice: Fp8RlConfig) -> str:
-    """Return the alignment, with the reason where auto leaves a GPU without one."""
-    alignment = choose_alignment(choice)
-    return NONE_ON_GPU if alignment == "none" and choice.align == "auto" else alignment
-
-
 def choose_alignment(choice: Fp8RlConfig) -> Alignment:
     """Return the alignment of a run with these keys on this machine."""
     if choice.align == "none":

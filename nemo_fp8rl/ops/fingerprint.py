@@ -43,10 +43,6 @@ def shared_fp8_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
     return fp8_linear(x, stored.data, stored.scale_inv, pow2)
 
 
-FP8_ROWS = {"cuda": (1, 16, 257, 1024), "cpu": (1, 5)}
-"""Numbers of rows by which a product of a library is compared with the shared one."""
-
-
 def is_shared_product(
     product: Callable[[Tensor, Tensor, bool], Tensor], shape: tuple[int, int], pow2: bool, device: torch.device
 ) -> bool:
@@ -55,8 +51,8 @@ def is_shared_product(
     product:  (x [M, K], weight [N, K], both bf16; pow2) -> [M, N]
     shape:    (N, K)
     """
-    rows, weight = FP8_ROWS[device.type], _values(shape, device, 15)
-    x = _values((max(rows), shape[1]), device, 16)
+    rows = [m for m in ROWS[device.type] if m * shape[0] <= MOST_VALUES]
+    x, weight = _values((max(rows), shape[1]), device, 15), _values(shape, device, 16)
     with torch.no_grad():
         return all(torch.equal(product(x[:m], weight, pow2), shared_fp8_product(x[:m], weight, pow2)) for m in rows)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch
 from nemo_fp8rl.common.errors import StepRefused
+from nemo_fp8rl.ops.alignment import Alignment
 from nemo_fp8rl.refit.interface import WeightSource
 
 Loss = Callable[[Tensor, Any, LossTotals, Tensor | None], tuple[Tensor, dict[str, float]]]
@@ -29,7 +30,7 @@ class PolicyDescription:
 
     kernels:           the kernels that multiply FP8 layers; empty without FP8 layers
     quantizers:        what quantizes weights for a refit; empty without FP8 engines
-    alignments:        `nemo_fp8rl.align` as resolved (`ops.alignment.describe_alignment`)
+    alignments:        `nemo_fp8rl.align` as resolved (`ops.alignment.choose_alignment`)
     cache_roundings:   how attention rounds the keys and values of an FP8 KV cache; empty where it does not
     instruction_sets:  `machine.instructions` of the ranks' machines; "" for a CPU without AVX-512
     fingerprint:       digests of the operations shared with the engines (`ops.fingerprint`); empty without such
@@ -37,7 +38,7 @@ class PolicyDescription:
 
     kernels: frozenset[str]
     quantizers: frozenset[str]
-    alignments: frozenset[str]
+    alignments: frozenset[Alignment]
     cache_roundings: frozenset[str]
     instruction_sets: frozenset[str]
     fingerprint: frozenset[tuple[str, str]] = frozenset()
@@ -45,7 +46,7 @@ class PolicyDescription:
     @property
     def is_aligned(self) -> bool:
         """True if every rank rounds as the engines do."""
-        return not any(alignment.startswith("none") for alignment in self.alignments)
+        return "none" not in self.alignments
 
     @classmethod
     def union(cls, ranks: Iterable[Self]) -> Self:

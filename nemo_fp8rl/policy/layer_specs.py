@@ -78,7 +78,7 @@ class LayerClasses:
 def layer_classes(
     alignment: Alignment,
     scale_format: ScaleFormat,
-    unlike: Sequence[str] = (),
+    mismatches: Sequence[str] = (),
     flash_attention_3: bool = False,
 ) -> LayerClasses:
     """Return the layers that round as this alignment says; `block_spec` has the arguments."""
@@ -101,7 +101,7 @@ def layer_classes(
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
     from nemo_fp8rl.policy.layers.shared_ops.grouped_experts import shared_values
 
-    linears, fp8 = shared.linears(), shared.fp8_linears(scale_format, tuple(unlike))
+    linears, fp8 = shared.linears(), shared.fp8_linears(scale_format, tuple(mismatches))
     return LayerClasses(
         norm=shared.SharedRMSNorm,
         residual_add=get_bias_dropout_add,
@@ -110,7 +110,7 @@ def layer_classes(
         fp8_linears=fp8,
         activation=shared.SharedSiluMul,
         moe_layer=SharedMoELayer,
-        with_shared_values=partial(shared_values, unlike=tuple(unlike)),
+        with_shared_values=partial(shared_values, mismatches=tuple(mismatches)),
     )
 
 
@@ -145,20 +145,20 @@ def transformer_engine_linears(scale_format: ScaleFormat | None) -> ModuleType:
 def trainer_fingerprint(shapes: Shapes, device: torch.device) -> frozenset[tuple[str, str]]:
     """Return the digests of the operations that the trainer shares with engines (`ops.fingerprint`).
 
-    On a GPU its FP8 products are Transformer Engine's where `products_unlike_engine` is empty. Raises UserError where
+    On a GPU its FP8 products are Transformer Engine's where `product_mismatches` is empty. Raises UserError where
     there is no Transformer Engine, or no FlashAttention 3 that the recipe chooses.
     """
     from nemo_fp8rl.ops.fingerprint import Functions, fingerprint
     from nemo_fp8rl.ops.flash_attention import attention_without_pages
 
     functions = Functions(attention=attention_without_pages if shapes.flash_attention_3 else None)
-    if torch.cuda.is_available() and shapes.fp8_matrices and not products_unlike_engine(shapes, device):
+    if torch.cuda.is_available() and shapes.fp8_matrices and not product_mismatches(shapes, device):
         te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
         functions = functions._replace(fp8_product=te.fp8_product, expert_product=te.fp8_expert_product)
     return fingerprint(shapes, device, functions)
 
 
-def products_unlike_engine(shapes: Shapes, device: torch.device) -> list[str]:
+def product_mismatches(shapes: Shapes, device: torch.device) -> list[str]:
     """Return the FP8 matrices in which Transformer Engine has other bits than the shared product, on any rank.
 
     If there is one, the trainer multiplies by the shared product, as an engine does whose library has other bits.
@@ -168,11 +168,11 @@ def products_unlike_engine(shapes: Shapes, device: torch.device) -> list[str]:
 
     te = transformer_engine_linears("pow2" if shapes.pow2 else "fp32")
     functions, names = Functions(te.fp8_product, te.fp8_expert_product), shapes.fp8_matrices
-    unlike = [
+    mismatches = [
         not is_shared_product(functions.of_matrix(name, shapes), shapes.matrices[name], shapes.pow2, device)
         for name in names
     ]
-    of_all_ranks = torch.tensor(unlike, dtype=torch.int32, device=device)
+    of_all_ranks = torch.tensor(mismatches, dtype=torch.int32, device=device)
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(of_all_ranks)
     return [name for name, ranks in zip(names, of_all_ranks.tolist(), strict=True) if ranks]
@@ -184,25 +184,25 @@ def block_spec(
     fp8_layers: Fp8Layers,
     rope: Rope,
     kv_cache: TrainerKvCache | None,
-    unlike: Sequence[str] = (),
+    mismatches: Sequence[str] = (),
     flash_attention_3: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the spec of the rank's decoder layers for this precision and alignment.
 
-    unlike:             `products_unlike_engine`; if there is one, no layer is Transformer Engine's alone, and the
+    mismatches:             `product_mismatches`; if there is one, no layer is Transformer Engine's alone, and the
                         kernels' names say why
     flash_attention_3:  with shared operations, take attention from FlashAttention 3
     Raises:             UserError where only Transformer Engine has a layer that the recipe asks for
     """
     scale_format = choice.scale_format
     alignment = choose_alignment(choice)
-    classes = layer_classes(alignment, scale_format, unlike, flash_attention_3)
+    classes = layer_classes(alignment, scale_format, mismatches, flash_attention_3)
     rank_order = alignment == "shared_ops"
     attention = make_attention_class(classes.attention, rope, kv_cache)
-    if unlike and choice.fp8_param:
+    if mismatches and choice.fp8_param:
         raise UserError(
             f"nemo_fp8rl.fp8_param: under nemo_fp8rl.align=vllm Transformer Engine's product has other bits than the "
-            f"engine's on this GPU in {', '.join(unlike)}, and no other layer holds FP8 weights; set "
+            f"engine's on this GPU in {', '.join(mismatches)}, and no other layer holds FP8 weights; set "
             "nemo_fp8rl.fp8_param=false or nemo_fp8rl.align=none"
         )
 
@@ -210,7 +210,7 @@ def block_spec(
         in_fp8 = fp8_layers.quantizes(name)
         if layout.grouped_experts and ".experts." in name:
             return grouped(in_fp8)[row]
-        if unlike or not (torch.cuda.is_available() and in_fp8):
+        if mismatches or not (torch.cuda.is_available() and in_fp8):
             return (classes.fp8_linears if in_fp8 else classes.linears)[row]
         return transformer_engine_linears(scale_format).te_linears(scale_format, choice.fp8_param, rank_order)[row]
 
@@ -218,7 +218,7 @@ def block_spec(
         expert_format = scale_format if in_fp8 else None
         te = transformer_engine_linears(expert_format)
         layers = te.te_experts(expert_format, in_fp8 and choice.fp8_param)
-        return classes.with_shared_values(layers, expert_format) if unlike or not in_fp8 else layers
+        return classes.with_shared_values(layers, expert_format) if mismatches or not in_fp8 else layers
 
     layers = [_layer_spec(layout, i, classes, attention, linear) for i in layout.layers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=classes.norm)

@@ -22,7 +22,7 @@ from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.shared_operations import chooses_flash_attention_3, operation_shapes
 from nemo_fp8rl.ops.alignment import choose_alignment
-from nemo_fp8rl.policy.layer_specs import block_spec, products_unlike_engine
+from nemo_fp8rl.policy.layer_specs import block_spec, product_mismatches
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.rope import read_rope
@@ -159,16 +159,16 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     Raises RuntimeError if the model lacks an FP8 layer that the flow requires.
     """
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
-    unlike: list[str] = []
+    mismatches: list[str] = []
     if torch.cuda.is_available() and choose_alignment(choice) == "shared_ops" and choice.trainer_fp8:
-        unlike = products_unlike_engine(operation_shapes(hf, cfg), torch.empty(0, device="cuda").device)
+        mismatches = product_mismatches(operation_shapes(hf, cfg), torch.empty(0, device="cuda").device)
     checkpoint = checkpoint_folder(policy.model_name, weights=True)
     rope = read_rope(checkpoint, hf)
     # Megatron warns about every layer class that is not its own
     logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)
     model = PolicyModel(
         config,
-        block_spec(layout, choice, fp8_layers, rope, kv_cache, unlike, chooses_flash_attention_3(cfg)),
+        block_spec(layout, choice, fp8_layers, rope, kv_cache, mismatches, chooses_flash_attention_3(cfg)),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=layout.is_first_stage,

@@ -35,7 +35,7 @@ from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.shared_operations import check_shared_operations, chooses_flash_attention_3, operation_shapes
 from nemo_fp8rl.ops import flash_attention
-from nemo_fp8rl.ops.alignment import choose_alignment, describe_alignment
+from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescription
 from nemo_fp8rl.policy.layer_specs import trainer_fingerprint, transformer_engine_linears
 from nemo_fp8rl.policy.layers.attention import CoreAttention
@@ -209,7 +209,7 @@ class MegatronWorker:
         return PolicyDescription(
             kernels=frozenset(layer.kernel_name for layer in layers if layer.kernel_name),
             quantizers=frozenset(filter(None, [self._quantizer()])),
-            alignments=frozenset([describe_alignment(self.cfg.nemo_fp8rl)]),
+            alignments=frozenset([choose_alignment(self.cfg.nemo_fp8rl)]),
             cache_roundings=frozenset(filter(None, [rounding])),
             instruction_sets=frozenset([instructions()]),
             fingerprint=self._fingerprint,

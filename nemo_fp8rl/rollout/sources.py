@@ -75,7 +75,7 @@ class RolloutsAhead(RolloutSource):
         self.collect, self.prompts_of_step, self.on_phase = collect, prompts_of_step, on_phase
         self.max_age, self.last_step = max_age, last_step
         self.rollouts: dict[int, Future[Rollout]] = {}
-        self.awaited, self.ready = 0, 0
+        self.step_of_wait, self.num_complete = 0, 0
         self.busy = _BusyTime()
 
     def begin(self, step: int) -> None:
@@ -87,8 +87,8 @@ class RolloutsAhead(RolloutSource):
 
     def take(self, step: int, clock: Stopwatch) -> Rollout:
         """Return the rollout of a step; the clock counts the wait for it as its phase "generate"."""
-        self.ready = sum(rollout.done() for rollout in self.rollouts.values())
-        self.awaited = step
+        self.num_complete = sum(rollout.done() for rollout in self.rollouts.values())
+        self.step_of_wait = step
         with clock("generate"):
             rollout = self.rollouts[step].result()
         del self.rollouts[step]
@@ -96,11 +96,14 @@ class RolloutsAhead(RolloutSource):
 
     def metrics(self) -> dict[str, float]:
         """Return the number of complete rollouts when the trainer last asked for one, and the engines' idle share."""
-        return {"generation/rollouts_ready": self.ready, "generation/idle_share": self.busy.take_idle_share()}
+        return {
+            "generation/rollouts_ready": self.num_complete,
+            "generation/idle_share": self.busy.take_idle_share(),
+        }
 
     def _collect(self, step: int, prompts: PromptsOfRound, rollout: "Future[Rollout]") -> None:
         def show(phase: str) -> None:
-            if self.awaited == step:
+            if self.step_of_wait == step:
                 self.on_phase(phase)
 
         self.busy.add(1)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.policy.layers.shared_ops import attention_gradients
-from nemo_fp8rl.policy.layers.shared_ops.attention import SequenceAttention
+from nemo_fp8rl.policy.layers.shared_ops.attention import SequenceAttention, attend_by_shared_kernel
 from tests.gpu_engine import fake_flash_attention
 from tests.gpu_engine.test_ops import values
 
@@ -37,7 +37,7 @@ def test_gradients_are_those_of_float32(device, d, dtype, limit, monkeypatch):
     *leaves, grad = (values(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))
     leaves = [t.requires_grad_() for t in leaves]
     with fake_flash_attention.on_cpu():
-        out = SequenceAttention.apply(*leaves, SEQUENCES, scale)
+        out = SequenceAttention.apply(attend_by_shared_kernel, *leaves, SEQUENCES, scale)
         got = torch.autograd.grad(out, leaves, grad)
     for name, of_ours, exact in zip("qkv", got, float32_gradients(*leaves, grad, scale), strict=True):
         assert of_ours.dtype is dtype

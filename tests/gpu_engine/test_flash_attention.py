@@ -19,7 +19,7 @@ from nemo_fp8rl.hf.shared_operations import check_shared_operations, differing_o
 from nemo_fp8rl.ops import alignment, flash_attention
 from nemo_fp8rl.ops.attention import attention
 from nemo_fp8rl.policy.layer_specs import trainer_fingerprint
-from nemo_fp8rl.policy.layers.shared_ops.attention import FlashSequenceAttention, SequenceAttention
+from nemo_fp8rl.policy.layers.shared_ops import attention as trainer_attention
 from tests.batches import loss_totals
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import Pair
@@ -80,7 +80,8 @@ def test_either_package_gives_output_and_gradients(install, monkeypatch):
     leaves = [values(tokens, heads, d, seed=heads).requires_grad_() for heads in (4, 2, 1)]
     leaves[2] = values(tokens, 4, d, seed=7)[:, ::2].requires_grad_()  # heads apart, as in a product of q, k and v
     grad, arguments = values(tokens, 4, d, seed=8), (*leaves, 2, d**-0.5)
-    outputs = FlashSequenceAttention.apply(*arguments), SequenceAttention.apply(*arguments)
+    kernels = trainer_attention.attend_by_flash_attention_3, trainer_attention.attend_by_shared_kernel
+    outputs = [trainer_attention.SequenceAttention.apply(kernel, *arguments) for kernel in kernels]
     assert torch.equal(*outputs)
     assert all(map(torch.equal, *(torch.autograd.grad(out, leaves, grad) for out in outputs)))
 

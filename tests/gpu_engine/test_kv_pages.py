@@ -6,7 +6,7 @@ import torch
 from nemo_fp8rl.fp8 import from_cache, to_cache
 from nemo_fp8rl.ops.attention import BLOCK_KEYS, attention
 from nemo_fp8rl.ops.kv_pages import write_pages
-from nemo_fp8rl.policy.layers.shared_ops.attention import SequenceAttention
+from nemo_fp8rl.policy.layers.shared_ops.attention import SequenceAttention, attend_by_shared_kernel
 from tests.gpu_engine.test_attention import GROUPS, D, ask, sequence
 from tests.gpu_engine.test_ops import values
 
@@ -57,14 +57,14 @@ def test_the_trainer_reads_its_codes_as_an_engine_does_and_gradients_pass_throug
     length = BLOCK_KEYS + 6
     leaves = [t.requires_grad_() for t in sequence(length, 4, 1)]
     q, k, v = leaves
-    out = SequenceAttention.apply(q, k, v, 1, D**-0.5, SCALES)
+    out = SequenceAttention.apply(attend_by_shared_kernel, q, k, v, 1, D**-0.5, SCALES)
     ((expected, _),) = ask([[t.detach() for t in leaves]], [length], [length], 16, SCALES)
     assert torch.equal(out, expected)
     grad = values(length, 4, D, seed=9)
     read = [from_cache(to_cache(t.detach(), s, "nearest"), s, t.dtype) for t, s in zip((k, v), SCALES, strict=True)]
     others = [t.detach().requires_grad_() for t in (q, *read)]
     assert not torch.equal(others[1], k)
-    dense = SequenceAttention.apply(*others, 1, D**-0.5)
+    dense = SequenceAttention.apply(attend_by_shared_kernel, *others, 1, D**-0.5)
     assert torch.equal(dense, out)
     gradients = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(dense, others, grad)
     assert all(map(torch.equal, *gradients))

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_fp8rl.assemble import NONE_ON_GPU, describe_alignments
 from nemo_fp8rl.batch import SequenceBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.ops.alignment import NONE_ON_GPU, choose_alignment, describe_alignment
+from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy import layer_specs, model
 from nemo_fp8rl.policy.layers.linears import bf16_linears
 from nemo_fp8rl.policy.layers.rope import read_rope
@@ -54,10 +55,14 @@ SIZES = [
 )
 def test_the_device_decides_how_trainer_and_engine_are_aligned(monkeypatch, align, on_gpu, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    choice = Fp8RlConfig(align=align)
-    assert choose_alignment(choice) == expected
-    reason = NONE_ON_GPU if on_gpu and align == "auto" else expected
-    assert describe_alignment(choice) == reason
+    assert choose_alignment(Fp8RlConfig(align=align)) == expected
+
+
+@pytest.mark.parametrize(("align", "said"), [("auto", NONE_ON_GPU), ("none", "none")])
+def test_a_run_says_why_auto_leaves_a_gpu_without_alignment(recipe, align, said):
+    cfg = recipe(f"nemo_fp8rl.align={align}")
+    assert describe_alignments(frozenset(["none"]), cfg) == said
+    assert describe_alignments(frozenset(["shared_ops"]), cfg) == "shared_ops"
 
 
 @pytest.mark.parametrize("align", ["vllm", "none"])

@@ -168,7 +168,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
     @cached_property
     def _precision(self) -> tuple[bool, bool]:
-        """Whether the model is a mixture of experts, and whether the trainer rounds as vLLM does."""
+        """(True for a mixture of experts, True if the trainer rounds as vLLM does)."""
         return read_hf_config(self.cfg.policy.model_name).family.experts, self.policy.describe().is_aligned
 
     def _watch_signal(self, has_signal: bool) -> None:

@@ -37,7 +37,7 @@ class Checkout:
 
     @property
     def engines_survive_fp8_refit(self) -> bool:
-        """Whether FP8 weights stay valid after a refit of its engines.
+        """True if FP8 weights stay valid after a refit of its engines.
 
         It is so where they refit in a lifecycle method, which `stock.vllm_worker` replaces; v0.7.x processes the
         weights once more.
@@ -49,13 +49,13 @@ class Checkout:
 
     @property
     def takes_estimator_from_grpo(self) -> bool:
-        """Whether an absent grpo.adv_estimator means keys of the block grpo; later versions have defaults for it."""
+        """True if an absent grpo.adv_estimator means keys of the block grpo; later versions have defaults for it."""
         config = source_signatures.find(self.package / "algorithms/grpo.py", "GRPOConfig")
         return source_signatures.lacks_default(config, "adv_estimator")
 
     @property
     def has_checkpoint_engines(self) -> bool:
-        """Whether policy.generation.refit_transport may name a class, as `refit_transport.checkpoint_engine` is."""
+        """True if policy.generation.refit_transport may name a class, as `refit_transport.checkpoint_engine` is."""
         path = self.package / "utils/checkpoint_engines/base.py"
         return source_signatures.find(path, "CheckpointEngine") is not None
 

@@ -41,8 +41,8 @@ class Parameters:
         keyword = tuple(argument.arg for argument in arguments.kwonlyargs)
         required |= {name for name, default in zip(keyword, arguments.kw_defaults, strict=True) if default is None}
         positional = tuple(name for i, name in enumerate(every) if i or name not in ("self", "cls"))
-        own = frozenset(required & {*positional, *keyword})
-        return cls(positional, keyword, own, arguments.vararg is not None, arguments.kwarg is not None)
+        without_self = frozenset(required & {*positional, *keyword})
+        return cls(positional, keyword, without_self, arguments.vararg is not None, arguments.kwarg is not None)
 
 
 @cache

@@ -225,9 +225,9 @@ class _Transfer:
     def finish(self) -> None:
         """Send the last buckets, and wait until each receiver has verified the version."""
         for rank in list(self.writers):
-            self._guarded(rank, lambda writer: writer.send(last=True))
+            self._try_on_link(rank, lambda writer: writer.send(last=True))
         for rank in list(self.writers):
-            self._guarded(rank, LinkWriter.wait_for_release)
+            self._try_on_link(rank, LinkWriter.wait_for_release)
         for rank in self.writers:
             self.side.receivers[rank].stored = self.version
 
@@ -235,7 +235,7 @@ class _Transfer:
         """Tell the receivers that no more comes, and that what came must not be used."""
         for rank in list(self.writers):
             self.side.receivers[rank].stored = ""
-            self._guarded(rank, lambda writer: writer.send(last=True, abort=reason))
+            self._try_on_link(rank, lambda writer: writer.send(last=True, abort=reason))
 
     def _update(
         self, band: TensorPart, values: Tensor | BlockScaled, content: Content, wants_delta: bool
@@ -245,9 +245,9 @@ class _Transfer:
         if isinstance(values, Tensor) and content.scale_inv is not None:
             if wants_delta and values.device == stored:
                 out = BlockScaled(content.data, content.scale_inv, BLOCK)
-                with _naming(band):
+                with _with_tensor_name(band):
                     return quantize_delta(values, content.data, scale_format=scale_format, out=out)[1]
-            with _naming(band):
+            with _with_tensor_name(band):
                 values = quantize_blockwise(values, scale_format=scale_format, check=not values.is_cuda)
         if isinstance(values, BlockScaled):
             assert content.scale_inv is not None
@@ -279,10 +279,10 @@ class _Transfer:
         for rank in list(self.writers):
             with report.time_stage("send"):
                 entry, pieces = changes if self.writers[rank].base else full
-                if self._guarded(rank, partial(LinkWriter.add, entry=entry, pieces=pieces, digest=digest)):
+                if self._try_on_link(rank, partial(LinkWriter.add, entry=entry, pieces=pieces, digest=digest)):
                     report.count(band, entry.nbytes)
 
-    def _guarded(self, rank: int, work: Callable[[LinkWriter], None]) -> bool:
+    def _try_on_link(self, rank: int, work: Callable[[LinkWriter], None]) -> bool:
         """Do the work on a link; if the link breaks, close it, note why, and return False."""
         try:
             work(self.writers[rank])
@@ -298,7 +298,7 @@ class _Transfer:
 
 
 @contextmanager
-def _naming(band: TensorPart) -> Iterator[None]:
+def _with_tensor_name(band: TensorPart) -> Iterator[None]:
     """Add the tensor's name to a NonFiniteError of the block."""
     try:
         yield

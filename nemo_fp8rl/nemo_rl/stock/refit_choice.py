@@ -29,9 +29,7 @@ def choose_refit(policy: dict[str, Any], refit: RefitConfig, nodes: int, has_che
     settings: dict[str, Any] = {"bucket_bytes": refit.bucket_bytes}
     if refit.mode == "full":
         settings["mode"] = "full"
-    if nodes > 1:
-        settings["transport"] = "nixl"
-    elif refit.transport != "auto":
+    if refit.transport != "auto":
         settings["transport"] = refit.transport
     generation["refit_transport"] = ENGINE
     generation["refit_cfg"] = {**_block(generation.get("refit_cfg")), ENGINE: settings}

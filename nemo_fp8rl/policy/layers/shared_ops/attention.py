@@ -1,5 +1,6 @@
 """Attention of the trainer by the kernel of an aligned engine."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,38 +15,58 @@ from nemo_fp8rl.ops.rope import rotate
 from nemo_fp8rl.policy.layers.attention import CoreAttention
 from nemo_fp8rl.policy.layers.shared_ops.attention_gradients import attention_gradients
 
+CacheScales = tuple[float, float] | None
+"""Scales (k, v) of an FP8 KV cache, whose codes are read; None where the trainer rounds nothing."""
+Kernel = Callable[[Tensor, Tensor, Tensor, int, float, CacheScales], tuple[Tensor, ...]]
+"""(q, k, v, sequences, scale, cache_scales) -> (out, log-sum-exp, k and v as they were read)."""
+
+
+def attend_by_shared_kernel(
+    q: Tensor, k: Tensor, v: Tensor, sequences: int, scale: float, cache_scales: CacheScales
+) -> tuple[Tensor, ...]:
+    s = len(q) // sequences
+    starts = torch.arange(0, len(q) + 1, s, dtype=torch.int32, device=q.device)
+    tokens = torch.arange(len(q), dtype=torch.int32, device=q.device).view(sequences, s)  # pages of one token
+    lengths = torch.full((sequences,), s, dtype=torch.int32, device=q.device)
+    k_scale, v_scale = None, None
+    if cache_scales is not None:
+        k_scale, v_scale = (torch.full((1,), x, dtype=torch.float32, device=q.device) for x in cache_scales)
+        k_codes, v_codes = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (k, v))
+        pages = k_codes.unsqueeze(1), v_codes.unsqueeze(1)
+        write_pages(k, v, *pages, tokens.flatten(), k_scale, v_scale)
+        k, v = k_codes, v_codes
+    out, lse = attention(q, k.unsqueeze(1), v.unsqueeze(1), tokens, starts, lengths, scale, k_scale, v_scale)
+    return out, lse, k, v
+
+
+def attend_by_flash_attention_3(
+    q: Tensor, k: Tensor, v: Tensor, sequences: int, scale: float, cache_scales: CacheScales
+) -> tuple[Tensor, ...]:
+    assert cache_scales is None, "check_shared_operations"
+    return *flash_attention.attend_sequences(q, k, v, sequences, scale), k, v
+
 
 class SequenceAttention(torch.autograd.Function):
-    """Causal attention of b sequences of one length: apply(q, k, v, b, scale, cache_scales).
+    """Causal attention of b sequences of one length: apply(kernel, q, k, v, b, scale, cache_scales).
 
     q:             [b * s, heads, d]
     k, v:          [b * s, groups, d]
     scale:         multiplies scores
-    cache_scales:  scales (k, v) of an FP8 KV cache, whose codes are read; gradients pass straight through. Or None
+    cache_scales:  see `CacheScales`; gradients pass straight through the codes
     """
 
     @staticmethod
     def forward(
         ctx: Any,
+        kernel: Kernel,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         sequences: int,
         scale: float,
-        cache_scales: tuple[float, float] | None = None,
+        cache_scales: CacheScales = None,
     ) -> Tensor:
-        s = len(q) // sequences
-        starts = torch.arange(0, len(q) + 1, s, dtype=torch.int32, device=q.device)
-        tokens = torch.arange(len(q), dtype=torch.int32, device=q.device).view(sequences, s)  # pages of one token
-        lengths = torch.full((sequences,), s, dtype=torch.int32, device=q.device)
-        k_scale, v_scale = None, None
-        if cache_scales is not None:
-            k_scale, v_scale = (torch.full((1,), x, dtype=torch.float32, device=q.device) for x in cache_scales)
-            k_codes, v_codes = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (k, v))
-            pages = k_codes.unsqueeze(1), v_codes.unsqueeze(1)
-            write_pages(k, v, *pages, tokens.flatten(), k_scale, v_scale)
-            k, v = k_codes, v_codes
-        out, lse = attention(q, k.unsqueeze(1), v.unsqueeze(1), tokens, starts, lengths, scale, k_scale, v_scale)
+        out, lse, k, v = kernel(q, k, v, sequences, scale, cache_scales)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.sequences, ctx.scale, ctx.cache_scales = sequences, scale, cache_scales
         return out
@@ -56,33 +77,13 @@ class SequenceAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         if ctx.cache_scales is not None:
             k, v = (from_cache(codes, x, q.dtype) for codes, x in zip((k, v), ctx.cache_scales, strict=True))
-        return *attention_gradients(grad, q, k, v, out, lse, ctx.sequences, ctx.scale), None, None, None
-
-
-class FlashSequenceAttention(SequenceAttention):
-    """The same by FlashAttention 3, without an FP8 KV cache."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequences: int,
-        scale: float,
-        cache_scales: tuple[float, float] | None = None,
-    ) -> Tensor:
-        assert cache_scales is None, "check_shared_operations"
-        out, lse = flash_attention.attend_sequences(q, k, v, sequences, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.sequences, ctx.scale, ctx.cache_scales = sequences, scale, None
-        return out
+        return None, *attention_gradients(grad, q, k, v, out, lse, ctx.sequences, ctx.scale), None, None, None
 
 
 class SharedAttention(CoreAttention):
     """Attention by `ops.attention`, whose gradient is computed from its output and log-sum-exp."""
 
-    function = SequenceAttention
+    kernel: Kernel = staticmethod(attend_by_shared_kernel)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
         s, b, heads, d = query.shape
@@ -94,7 +95,7 @@ class SharedAttention(CoreAttention):
         if self.kv_cache is not None:
             rotated_query, rotated_key = (t.unflatten(0, (b, s)).transpose(0, 1) for t in (q, k))
             cache_scales = self.kv_cache.observe(self.layer, rotated_query, rotated_key, value, rows)
-        out = self.function.apply(q, k, v, b, self.scale, cache_scales)
+        out = SequenceAttention.apply(self.kernel, q, k, v, b, self.scale, cache_scales)
         return out.view(b, s, heads * d).transpose(0, 1)
 
 
@@ -102,4 +103,4 @@ class FlashAttention(SharedAttention):
     """Attention by FlashAttention 3 with one split."""
 
     kernel_name = flash_attention.NAME
-    function = FlashSequenceAttention
+    kernel: Kernel = staticmethod(attend_by_flash_attention_3)

@@ -89,12 +89,12 @@ def linears() -> tuple[type, type]:
 
 
 @functools.cache
-def fp8_linears(scale_format: ScaleFormat, unlike: tuple[str, ...] = ()) -> tuple[type, type]:
+def fp8_linears(scale_format: ScaleFormat, mismatches: tuple[str, ...] = ()) -> tuple[type, type]:
     """Return the column- and row-parallel layers that multiply in FP8.
 
-    unlike:  matrices in which Transformer Engine has other bits, which is why these layers stand for its own
+    mismatches:  matrices in which Transformer Engine has other bits, which is why these layers stand for its own
     """
-    reason = f" (Transformer Engine has other bits in {', '.join(unlike)})" if unlike else ""
+    reason = f" (Transformer Engine has other bits in {', '.join(mismatches)})" if mismatches else ""
     attributes = {"scale_format": scale_format, "kernel_name": SharedFp8Matmul.kernel_name + reason}
     return (
         type("SharedFp8ColumnParallelLinear", (SharedFp8Matmul, ColumnParallelLinear), attributes),

@@ -55,15 +55,15 @@ class ValueOf(torch.autograd.Function):
 
 @functools.cache
 def shared_values(
-    layers: tuple[type, type], scale_format: ScaleFormat | None, unlike: tuple[str, ...]
+    layers: tuple[type, type], scale_format: ScaleFormat | None, mismatches: tuple[str, ...]
 ) -> tuple[type, type]:
     """Return the column- and row-parallel layers with shared values.
 
     layers:  Transformer Engine's
-    unlike:  matrices in which Transformer Engine has other bits
+    mismatches:  matrices in which Transformer Engine has other bits
     """
     attributes: dict[str, Any] = {"scale_format": scale_format}
     if scale_format is not None:
-        attributes["kernel_name"] = f"ops.experts (Transformer Engine has other bits in {', '.join(unlike)})"
+        attributes["kernel_name"] = f"ops.experts (Transformer Engine has other bits in {', '.join(mismatches)})"
     column, row = (type(f"Shared{layer.__name__}", (SharedValues, layer), attributes) for layer in layers)
     return column, row
