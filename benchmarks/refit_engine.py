@@ -66,7 +66,7 @@ class BenchmarkExtension(RefitWorkerExtension):
     def bench_classic(self, version: int, scale_format: str) -> float:
         """What arrives in bf16 is quantized here, by NeMo RL's formulation, and goes through layerwise reload."""
         start = time.perf_counter()
-        quantized = {slot.part.name for slot in self.weight_store.slots.values() if slot.part.is_fp8}
+        quantized = {slot.part.name for slot in self.weight_store.slots.values() if bool(slot.part.format)}
         pieces: dict[str, Tensor] = {}
 
         def weights():

@@ -367,7 +367,7 @@ def validate(parts: LoopParts) -> dict[str, float]:
     sampling = replace(
         parts.sampling, num_generations=1, temperature=parts.cfg.policy.generation.val_temperature, logprobs=False
     )
-    error = parts.policy.weight_error() if parts.cfg.nemo_fp8rl.engine_fp8 else {}
+    error = parts.policy.weight_error() if parts.cfg.nemo_fp8rl.quantizes_rollout else {}
     if parts.cfg.policy.megatron_cfg.offload_between_phases:
         parts.policy.offload_after_refit()
     with clock("validation", len(prompts)) as on_progress:

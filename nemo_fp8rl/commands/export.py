@@ -37,7 +37,7 @@ from nemo_fp8rl.common.atomic_files import check_output, new_folder
 from nemo_fp8rl.common.display import Display
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, NonFiniteError, ScaleFormat, scale_name, scale_shape
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.block_scaled import E4M3
 from nemo_fp8rl.fp8.layers import LAYER
 from nemo_fp8rl.generation.fp8_method.quantization_config import config_for_vllm_fp8
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader

@@ -6,9 +6,20 @@ from typing import Annotated, ClassVar, Literal
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.gates import GateConfig
 from nemo_fp8rl.common.field_rules import ABOVE_0, MAY_CHANGE, Block, MayChange, NemoRl
-from nemo_fp8rl.fp8 import ScaleFormat
+from nemo_fp8rl.fp8 import FLOW_FORMATS, FP8, Format, ScaleFormat, with_lines
 
-Flow = Literal["bf16", "fp8_rollout", "fp8_e2e"]
+Flow = Literal[
+    "bf16",
+    "fp8_rollout",
+    "fp8_e2e",
+    "mxfp8_rollout",
+    "mxfp8_e2e",
+    "nvfp4_rollout",
+    "nvfp4_e2e",
+    "nvfp4_a16_rollout",
+    "nvfp4_a16_e2e",
+]
+"""What is quantized, in which format: nothing, the engine alone (rollout), or engine and trainer (e2e)."""
 SAME_BYTES = MayChange("engines end with the same bytes")
 
 
@@ -39,7 +50,9 @@ class Fp8RlConfig(Block):
     flow: Annotated[Flow, NemoRl("policy.megatron_cfg.fp8_cfg.enabled and policy.generation.vllm_cfg.precision")] = (
         "fp8_e2e"
     )
-    """Precision: bf16 on both sides, FP8 in the engine only, or FP8 on both sides by one contract."""
+    """Precision: bf16 on both sides, or a number format in the engine only (rollout) or on both sides by one contract
+    (e2e). fp8 has blocks of 128x128, mxfp8 of 32x32 values; nvfp4 has 4 bits and blocks of 16x16, and nvfp4_a16 leaves
+    activations in bfloat16."""
     align: Literal["auto", "vllm", "none"] = "auto"
     """Rounding outside the FP8 matmuls. vllm: the trainer gives each token the engine's log-prob, on a CPU by the
     roundings of vLLM's kernels, on a GPU by operations that both sides share. none: Megatron's rounding. auto is vllm
@@ -48,7 +61,10 @@ class Fp8RlConfig(Block):
         ScaleFormat,
         NemoRl("policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors"),
     ] = "pow2"
-    """Scales of the FP8 blocks. Every quantizer agrees on pow2 scales only."""
+    """Scales of the FP8 blocks, and the global scale of an NVFP4 tensor. Every quantizer agrees on pow2 scales only."""
+    weight_block: Literal["square", "line"] = "square"
+    """Blocks of MXFP8 and NVFP4 weights. square: 32x32 and 16x16, the same bytes forward and backward. line: 1x32 and
+    1x16, as libraries quantize for engines alone."""
     kv: Literal["unified", "rollout"] = "unified"
     """Attention of the trainer under an FP8 KV cache. unified: it reads what the cache (vllm_cfg.kv_cache_dtype) holds.
     rollout: it keeps its own keys and values."""
@@ -68,9 +84,16 @@ class Fp8RlConfig(Block):
     stop: end the run; none: nothing."""
 
     @property
-    def trainer_fp8(self) -> bool:
-        return self.flow == "fp8_e2e"
+    def quantizes_training(self) -> bool:
+        return self.flow.endswith("_e2e")
 
     @property
-    def engine_fp8(self) -> bool:
-        return self.flow in ("fp8_rollout", "fp8_e2e")
+    def quantizes_rollout(self) -> bool:
+        return self.flow != "bf16"
+
+    @property
+    def format(self) -> Format:
+        """The format of quantized layers; FP8, which nothing uses then, where there are none."""
+        name = self.flow.removesuffix("_e2e").removesuffix("_rollout")
+        format = FLOW_FORMATS.get(name, FP8)
+        return with_lines(format) if self.weight_block == "line" else format

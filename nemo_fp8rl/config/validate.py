@@ -36,7 +36,7 @@ def check(cfg: Config) -> None:
             f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
             "FP8 weights are quantized from the bfloat16 parameter"
         )
-    if cfg.nemo_fp8rl.fp8_param and not cfg.nemo_fp8rl.trainer_fp8:
+    if cfg.nemo_fp8rl.fp8_param and not cfg.nemo_fp8rl.quantizes_training:
         raise UserError(
             f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow="
             f"{cfg.nemo_fp8rl.flow} it has none: set it to false, or flow=fp8_e2e"

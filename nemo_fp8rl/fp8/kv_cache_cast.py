@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import E4M3_MAX
+from nemo_fp8rl.fp8.block_scaled import E4M3_MAX
 
 CacheRounding = Literal["nearest", "toward_zero"]
 SMALLEST_NORMAL, SUBNORMAL_STEP = 2.0**-6, 2.0**-9

@@ -19,7 +19,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import E4M3_MAX, describe_non_finite
+from nemo_fp8rl.fp8.block_scaled import E4M3_MAX, describe_non_finite
 
 TENSORS = ("q", "k", "v")
 """The order of the columns of `KvMaxima.amax`."""

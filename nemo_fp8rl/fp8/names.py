@@ -12,7 +12,12 @@ FP8_TOKENS = 16
 """FP8 GEMMs on a GPU take a multiple of this number of tokens (megatron/core/fp8_utils.py, get_fp8_align_size)."""
 
 ScaleFormat = Literal["pow2", "fp32"]
-"""`pow2` rounds multipliers down to a power of two, so every quantizer agrees; `fp32` keeps their mantissa."""
+"""`pow2` rounds multipliers down to a power of two, so every quantizer agrees; `fp32` keeps their mantissa.
+
+It is the scale of a block in FP8, and the global scale in NVFP4."""
+
+ScaleRule = Literal["pow2", "fp32", "e8m0"]
+"""How a kernel of E4M3 chooses a block's scale: `ScaleFormat`, or the rule of MXFP8."""
 
 KernelName = Literal["auto", "reference", "cpu", "triton", "te"]
 """Implementations of the quantizer; `kernels` describes them."""

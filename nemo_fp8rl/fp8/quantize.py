@@ -1,4 +1,9 @@
-"""The entry points of the quantizer: check the input, run the kernel, refuse values that are not finite."""
+"""The entry points of the quantizer: check the input, run the kernel, refuse values that are not finite.
+
+With power-of-two global scales a block of an NVFP4 weight whose scale would be below E4M3's normal values is flushed to
+zeros, in the trainer's forward as well as on the wire, because vLLM's Marlin kernel would lose it. With float32 global
+scales the bytes are Transformer Engine's.
+"""
 
 import math
 
@@ -6,34 +11,49 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import kernels
-from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.format import (
+from nemo_fp8rl.fp8.block_scaled import (
     ALONG_LAST,
+    DATA_DTYPES,
+    E2M1_MAX,
     E4M3,
+    E4M3_MAX,
+    E8M0_NAN,
+    SCALE_DTYPES,
     BlockScaled,
     NonFiniteError,
     check_scale_format,
+    count_nans,
     describe_non_finite,
+    e8m0_of,
+    empty_block_scaled,
     scale_shape,
 )
-from nemo_fp8rl.fp8.names import BLOCK, Block, KernelName, ScaleFormat
+from nemo_fp8rl.fp8.delta import Delta
+from nemo_fp8rl.fp8.formats import FP8, Format
+from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat, ScaleRule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @torch.no_grad()
 def quantize_blockwise(
     x: Tensor,
     *,
-    block: Block = BLOCK,
+    format: Format = FP8,
+    block: Block | None = None,
     scale_format: ScaleFormat = "pow2",
+    encode: Tensor | None = None,
     kernel: KernelName = "auto",
     out: BlockScaled | None = None,
     check: bool = True,
 ) -> BlockScaled:
-    """Quantize to E4M3 with one scale per block, by the formula of `kernels/reference.py`.
+    """Quantize with one scale per block, by the formulas of `kernels/reference.py`.
 
     x:      bf16, fp16 or fp32, any strides; [N, K], or [E, N, K] for experts, whose blocks stay within one expert
+    block:  by default the format's block of a weight
+    encode: float32 [] or [E], the factors of a format with a global scale, which is 1 / encode; by default those of
+            each matrix's largest value
     kernel: the implementation; all give the same bytes
     out:    tensors to fill and return instead of new ones; they must not share memory with x
     check:  False skips the search for values that are not finite, which waits for a GPU; the caller can then search
@@ -41,9 +61,18 @@ def quantize_blockwise(
     Raises: NonFiniteError, with the count of such values and the index of the first; `out` then has no meaning.
             Transformer Engine would drop a NaN silently.
     """
-    x3, out = _check_and_allocate(x, block, scale_format, out)
+    block = block or format.weight_block
+    x3, out = _check_and_allocate(x, format, block, scale_format, out)
     data, scale_inv = _as_stack(out.data), _as_stack(out.scale_inv)
-    kernels.load(kernel, x.device.type).quantize(x3, block, scale_format, data, scale_inv)
+    if format.element == "e4m3":
+        written = scale_inv if format.scale == "float32" else scale_inv.new_empty(scale_inv.shape, dtype=torch.float32)
+        kernels.load(kernel, x.device.type).quantize(x3, block, _rule(format, scale_format), data, written)
+        if format.scale == "e8m0":
+            scale_inv.copy_(e8m0_of(written))
+    else:
+        factors = _set_global_scale(x3, encode, scale_format, out)
+        flush = scale_format == "pow2"
+        kernels.load_fp4(kernel, x.device.type).quantize_fp4(x3, block, factors, flush, data, scale_inv)
     if check:
         _refuse_non_finite(x, out)
     return out
@@ -54,8 +83,10 @@ def quantize_delta(
     x: Tensor,
     base: Tensor,
     *,
-    block: Block = BLOCK,
+    format: Format = FP8,
+    block: Block | None = None,
     scale_format: ScaleFormat = "pow2",
+    encode: Tensor | None = None,
     kernel: KernelName = "auto",
     out: BlockScaled | None = None,
 ) -> tuple[BlockScaled, Delta | None]:
@@ -63,15 +94,23 @@ def quantize_delta(
 
     The delta is None when more than `delta.MAX_CHANGED` of the bytes differ.
 
-    base: E4M3 bytes of the previous version, of x's shape, contiguous; not written, unless `base` is out.data, which is
-          the fastest
+    base: bytes of the previous version, as the format stores x, contiguous; not written, unless `base` is out.data,
+          which is the fastest
     """
-    if base.dtype is not E4M3 or base.shape != x.shape or not base.is_contiguous() or base.device != x.device:
+    block, dtype = block or format.weight_block, DATA_DTYPES[format.element]
+    shape = format.data_shape(tuple(x.shape))
+    if base.dtype is not dtype or base.shape != shape or not base.is_contiguous() or base.device != x.device:
         raise ValueError(
-            f"the base of a delta must be contiguous {E4M3} {list(x.shape)} on {x.device}, "
+            f"the base of a delta must be contiguous {dtype} {list(shape)} on {x.device}, "
             f"got {base.dtype} {list(base.shape)} on {base.device}"
         )
-    x3, out = _check_and_allocate(x, block, scale_format, out)
+    if format.element != "e4m3" or format.scale != "float32":
+        old = base.clone() if out is not None and base.data_ptr() == out.data.data_ptr() else base
+        new = quantize_blockwise(
+            x, format=format, block=block, scale_format=scale_format, encode=encode, kernel=kernel, out=out
+        )
+        return new, Delta.between(old, new.data)
+    x3, out = _check_and_allocate(x, format, block, scale_format, out)
     data, scale_inv = _as_stack(out.data), _as_stack(out.scale_inv)
     module = kernels.load(kernel, x.device.type)
     delta = module.quantize_delta(x3, block, scale_format, _as_stack(base), data, scale_inv)
@@ -96,31 +135,86 @@ def quantize_activations(x: Tensor, scale_format: ScaleFormat = "pow2", scale_in
 
 
 def fake_quantize(
-    x: Tensor, *, block: Block, scale_format: ScaleFormat = "pow2", dtype: torch.dtype | None = None
+    x: Tensor,
+    *,
+    format: Format = FP8,
+    block: Block,
+    scale_format: ScaleFormat = "pow2",
+    encode: Tensor | None = None,
+    flush: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return `quantize_blockwise(x).dequantize(dtype)` of x [N, K], in one fast pass without E4M3 storage.
+    """Return `quantize_blockwise(x).dequantize(dtype)` of x [N, K], in one fast pass without storage of the codes.
 
     A block that holds a value that is not finite becomes NaN.
 
-    dtype: of the result, by default x's
+    encode: as in `quantize_blockwise`, or float32 [N], one factor per row
+    flush:  see `kernels.reference.quantize_fp4`; of weights
+    dtype:  of the result, by default x's
     """
     check_scale_format(scale_format)
-    quantize_dequantize = kernels.load_emulation(x.device.type)
-    return quantize_dequantize(x.detach(), block, scale_format, dtype or x.dtype)
+    x, dtype = x.detach(), dtype or x.dtype
+    if format.element == "e4m3":
+        return kernels.load_emulation(x.device.type)(x, block, _rule(format, scale_format), dtype)
+    encode = encode_scale(x.abs().amax(), scale_format) if encode is None else encode
+    return kernels.load_fp4_emulation(x.device.type)(x, block, encode.reshape(-1), flush, dtype)
+
+
+def fake_quantize_tokens(
+    x: Tensor, format: Format, scale_format: ScaleFormat = "pow2", dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the values of an activation x [M, K] that a matmul sums over K, as `fake_quantize` does.
+
+    A token has a global scale of its own where the format has one, so that its values do not depend on other tokens. An
+    activation that the format leaves alone comes back in `dtype`.
+    """
+    if format.token_block is None:
+        return x.detach().to(dtype or x.dtype)
+    encode = encode_scale(x.detach().abs().amax(1), scale_format) if format.has_global else None
+    return fake_quantize(
+        x, format=format, block=format.token_block, scale_format=scale_format, encode=encode, dtype=dtype
+    )
+
+
+def encode_scale(amax: Tensor, scale_format: ScaleFormat, headroom: int = 0) -> Tensor:
+    """Return the factor `encode` of tensors, or of rows, with these largest magnitudes, float32 of amax's shape.
+
+    headroom: with pow2 scales, binades by which a value may grow before its block scale saturates
+    Source: Transformer Engine, core_nvfp4.cuh, compute_global_encode_scaling_factor_FP4
+    """
+    amax = amax.float()
+    encode = torch.div(torch.full_like(amax, E4M3_MAX * E2M1_MAX), amax).clamp_(max=FLOAT32_MAX)
+    encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
+    if scale_format == "pow2":
+        encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-headroom
+    return encode
+
+
+def _rule(format: Format, scale_format: ScaleFormat) -> ScaleRule:
+    return "e8m0" if format.scale == "e8m0" else scale_format
+
+
+def _set_global_scale(x: Tensor, encode: Tensor | None, scale_format: ScaleFormat, out: BlockScaled) -> Tensor:
+    """Return the factors, float32 [E, 1], of x [E, N, K], and store their inverses in `out`."""
+    assert out.global_scale is not None
+    if encode is None:
+        encode = encode_scale(x.abs().amax((1, 2)), scale_format)
+    factors = encode.to(x.device, torch.float32).reshape(-1).expand(x.size(0))
+    out.global_scale.copy_(torch.div(torch.ones_like(factors), factors).view(out.global_scale.shape))
+    return factors.unsqueeze(1).contiguous()
 
 
 def _check_and_allocate(
-    x: Tensor, block: Block, scale_format: ScaleFormat, out: BlockScaled | None
+    x: Tensor, format: Format, block: Block, scale_format: ScaleFormat, out: BlockScaled | None
 ) -> tuple[Tensor, BlockScaled]:
     """Return x as [E, N, K], and `out`, or new tensors, of the right shapes."""
     _check_input(x, block, scale_format)
     shape = scale_shape(x.shape, block)
     if out is None:
-        data = torch.empty(x.shape, dtype=E4M3, device=x.device)
-        out = BlockScaled(data, torch.empty(shape, dtype=torch.float32, device=x.device), block)
+        out = empty_block_scaled(tuple(x.shape), format, block, x.device)
     for name, tensor, dtype, size in (
-        ("data", out.data, E4M3, x.shape),
-        ("scale_inv", out.scale_inv, torch.float32, shape),
+        ("data", out.data, DATA_DTYPES[format.element], format.data_shape(tuple(x.shape))),
+        ("scale_inv", out.scale_inv, SCALE_DTYPES[format.scale], shape),
     ):
         if tensor.dtype is not dtype or tensor.shape != size or tensor.device != x.device or not tensor.is_contiguous():
             raise ValueError(
@@ -129,6 +223,8 @@ def _check_and_allocate(
             )
     if out.block != block:
         raise ValueError(f"out is for blocks of {out.block}, not of {block}")
+    if out.format != format:
+        raise ValueError(f"out is for {out.format.name}, not for {format.name}")
     return _as_stack(x), out
 
 
@@ -146,8 +242,15 @@ def _as_stack(x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.unsqueeze(0)
 
 
+def has_nan_scale(scale_inv: Tensor) -> bool:
+    """Return whether a scale is NaN, the kernels' mark of a block with a value that is not finite."""
+    if scale_inv.dtype is torch.uint8:
+        return bool((scale_inv == E8M0_NAN).any())
+    if scale_inv.dtype is E4M3:
+        return bool(count_nans(scale_inv))
+    return math.isnan(float(scale_inv.sum()))  # scales are not negative, so nothing else makes the sum NaN
+
+
 def _refuse_non_finite(x: Tensor, out: BlockScaled) -> None:
-    """Raise NonFiniteError if a scale_inv is NaN, the kernels' mark of a block with a value that is not finite."""
-    if not math.isnan(float(out.scale_inv.sum())):  # scales are not negative, so nothing else makes the sum NaN
-        return
-    raise NonFiniteError(describe_non_finite(x))
+    if has_nan_scale(out.scale_inv):
+        raise NonFiniteError(describe_non_finite(x))

@@ -62,7 +62,7 @@ def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
 
 
 def _check_gpu(cfg: Config, training: bool) -> None:
-    if not cfg.nemo_fp8rl.engine_fp8:
+    if not cfg.nemo_fp8rl.quantizes_rollout:
         return
     capability = torch.cuda.get_device_capability()
     if refusal := why_no_fp8(torch.cuda.get_device_name(), capability, training):
@@ -95,7 +95,7 @@ def _check_cpu(hf: HfConfig, cfg: Config) -> None:
     recipe shall run on all CPUs or on none.
     """
     expert = cfg.policy.generation.vllm_cfg.expert_parallel_size
-    if expert > 1 and not cfg.nemo_fp8rl.engine_fp8:
+    if expert > 1 and not cfg.nemo_fp8rl.quantizes_rollout:
         raise UserError(
             f"{KEY_PREFIX}.expert_parallel_size={expert} with nemo_fp8rl.flow=bf16: vLLM cannot spread bfloat16 "
             "experts on a CPU; set it to 1"

@@ -102,7 +102,7 @@ def record_routes(model: Any, recorder: Any) -> None:
     """Have every layer of experts call `recorder.capture(layer, chosen experts)`.
 
     In vLLM 0.32 routers choose on a CPU as well, and vLLM has a function for it. In 0.25 our experts have a hook
-    (`EmulatedFp8MoEMethod.capture`), and vLLM's experts have none.
+    (`EmulatedMoEMethod.capture`), and vLLM's experts have none.
     """
     if not is_routing_by_experts():
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer

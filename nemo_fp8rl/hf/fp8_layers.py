@@ -15,7 +15,7 @@ QUERIES, KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_di
 
 def requested_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
     """Return the FP8 layers that the recipe requests for the engine, without a check against the model."""
-    if not cfg.nemo_fp8rl.engine_fp8:
+    if not cfg.nemo_fp8rl.quantizes_rollout:
         return Fp8Layers.none()
     vllm = cfg.policy.generation.vllm_cfg
     end = hf.num_hidden_layers - vllm.num_last_layers_in_bf16
@@ -28,7 +28,7 @@ def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
     Raises: UserError if the model's sizes do not fit the blocks, or if no layer is FP8
     """
     layers = requested_fp8_layers(hf, cfg)
-    if not cfg.nemo_fp8rl.engine_fp8:
+    if not cfg.nemo_fp8rl.quantizes_rollout:
         return layers
     if layers.count <= 0:
         vllm = cfg.policy.generation.vllm_cfg
@@ -62,7 +62,7 @@ def projections(hf: HfConfig, layers: Fp8Layers) -> list[str]:
 
 def trainer_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
     """Return the layers whose linears train in FP8: the engine's FP8 layers, or none."""
-    return engine_fp8_layers(hf, cfg) if cfg.nemo_fp8rl.trainer_fp8 else Fp8Layers.none()
+    return engine_fp8_layers(hf, cfg) if cfg.nemo_fp8rl.quantizes_training else Fp8Layers.none()
 
 
 def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, flow: str) -> None:

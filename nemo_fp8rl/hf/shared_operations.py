@@ -132,7 +132,7 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
         "down": (h, width),
         "head": (-(-hf.vocab_size // ranks), h),
     }
-    in_both = cfg.nemo_fp8rl.trainer_fp8
+    in_both = cfg.nemo_fp8rl.quantizes_training
     return Shapes(
         hidden_size=h,
         intermediate_size=width,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
-from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
+from nemo_fp8rl.fp8 import Fp8Layers, LinearRecipe, ScaleFormat
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.shared_operations import Shapes
 from nemo_fp8rl.ops.alignment import Alignment, choose_alignment
@@ -36,7 +36,7 @@ from nemo_fp8rl.policy.layers.aligned_experts import AlignedExperts, AlignedMoEL
 from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention, AlignedRMSNorm, aligned_residual_add, norm_weight
 from nemo_fp8rl.policy.layers.attention import CoreAttention, SdpaAttention, make_attention_class
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layers.linears import bf16_linears, fp8_linears, make_qkv_by_kind
+from nemo_fp8rl.policy.layers.linears import bf16_linears, make_qkv_by_kind, quantized_linears
 from nemo_fp8rl.policy.layers.rope import Rope
 from nemo_fp8rl.policy.weights.layout import Layout
 
@@ -77,16 +77,16 @@ class LayerClasses:
 
 def layer_classes(
     alignment: Alignment,
-    scale_format: ScaleFormat,
+    recipe: LinearRecipe,
     mismatches: Sequence[str] = (),
     flash_attention_3: bool = False,
 ) -> LayerClasses:
     """Return the layers that round as this alignment says; `block_spec` has the arguments."""
     if alignment == "none":
-        linears, fp8 = bf16_linears(False), fp8_linears(scale_format, False)
+        linears, fp8 = bf16_linears(False), quantized_linears(recipe, False)
         return LayerClasses(RMSNorm, get_bias_dropout_add, SdpaAttention, linears, fp8)
     if alignment == "vllm_cpu":
-        linears, fp8 = bf16_linears(True), fp8_linears(scale_format, True)
+        linears, fp8 = bf16_linears(True), quantized_linears(recipe, True)
         return LayerClasses(
             norm=AlignedRMSNorm,
             residual_add=aligned_residual_add,
@@ -101,7 +101,7 @@ def layer_classes(
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
     from nemo_fp8rl.policy.layers.shared_ops.grouped_experts import shared_values
 
-    linears, fp8 = shared.linears(), shared.fp8_linears(scale_format, tuple(mismatches))
+    linears, fp8 = shared.linears(), shared.fp8_linears(recipe.scale_format, tuple(mismatches))
     return LayerClasses(
         norm=shared.SharedRMSNorm,
         residual_add=get_bias_dropout_add,
@@ -196,7 +196,8 @@ def block_spec(
     """
     scale_format = choice.scale_format
     alignment = choose_alignment(choice)
-    classes = layer_classes(alignment, scale_format, mismatches, flash_attention_3)
+    recipe = LinearRecipe(choice.format, scale_format)
+    classes = layer_classes(alignment, recipe, mismatches, flash_attention_3)
     rank_order = alignment == "shared_ops"
     attention = make_attention_class(classes.attention, rope, kv_cache)
     if mismatches and choice.fp8_param:

@@ -160,7 +160,7 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     """
     hf, policy, choice, fp8_layers = layout.hf, cfg.policy, cfg.nemo_fp8rl, trainer_fp8_layers(layout.hf, cfg)
     mismatches: list[str] = []
-    if torch.cuda.is_available() and choose_alignment(choice) == "shared_ops" and choice.trainer_fp8:
+    if torch.cuda.is_available() and choose_alignment(choice) == "shared_ops" and choice.quantizes_training:
         mismatches = product_mismatches(operation_shapes(hf, cfg), torch.empty(0, device="cuda").device)
     checkpoint = checkpoint_folder(policy.model_name, weights=True)
     rope = read_rope(checkpoint, hf)

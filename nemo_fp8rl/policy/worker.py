@@ -26,8 +26,7 @@ from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.fp8 import FP8_TOKENS, KvScales, kernels
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8 import FP8, FP8_TOKENS, KvScales, kernels
 from nemo_fp8rl.fp8.kv_scales import CalibrationError
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -49,6 +48,8 @@ from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_schedu
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
 from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
+from nemo_fp8rl.policy.weights.global_scales import FOLDER as GLOBAL_SCALES
+from nemo_fp8rl.policy.weights.global_scales import GlobalScales
 from nemo_fp8rl.policy.weights.optimizer_state import load_optimizer, save_optimizer
 from nemo_fp8rl.policy.weights.rank_weights import RankWeights
 from nemo_fp8rl.refit.interface import Transport
@@ -101,7 +102,9 @@ class MegatronWorker:
         self.source_folders = checkpoint_folder(cfg.policy.model_name), tokenizer_folder
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         start_process_groups(rank, world_size, rendezvous, self.listener if rank == 0 else None)
-        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg, grouped_experts=on_gpu)
+        # Transformer Engine's layer of many experts knows blockwise FP8 and bfloat16
+        grouped_experts = on_gpu and cfg.nemo_fp8rl.format is FP8
+        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg, grouped_experts=grouped_experts)
         if on_gpu:
             # Megatron requires a seed, although this model has no dropout
             model_parallel_cuda_manual_seed(cfg.grpo.seed)
@@ -115,6 +118,9 @@ class MegatronWorker:
             fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param
             self.ddp = build_ddp(config, self.model, cfg.policy.precision, fp8_param)
             self.optimizer = build_optimizer(cfg.policy, self.ddp, DTYPES[cfg.policy.precision], fp8_param)
+        quantization = self.engine_fp8_layers, cfg.nemo_fp8rl.format, cfg.nemo_fp8rl.scale_format
+        self.global_scales = GlobalScales(self.layout, self.model, *quantization)
+        self.global_scales.choose()
         self.scheduler = build_scheduler(cfg.policy, self.optimizer)
         self.offload = Offload(self.ddp, self.optimizer, on_gpu)
         self.rank_weights = RankWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])
@@ -192,9 +198,11 @@ class MegatronWorker:
             if schedules:  # before the update, so that the first step of a warm-up already moves weights
                 self.scheduler.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
+            raises = self.global_scales.update()
             if self.kv_cache is not None:
                 self.kv_cache.is_current = False
-        return {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        metrics = {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        return {**metrics, "global_scale_raises": float(raises)} if self.global_scales.matrices else metrics
 
     def weights(self) -> RankWeights:
         """Return the weights of this rank, on its device again after an offload; FP8 weights come without columns."""
@@ -224,7 +232,7 @@ class MegatronWorker:
 
     def _quantizer(self) -> str:
         """Name what quantizes the weights of this rank for a refit; "" without FP8 engines."""
-        if not self.cfg.nemo_fp8rl.engine_fp8:
+        if not self.cfg.nemo_fp8rl.quantizes_rollout:
             return ""
         if self.on_gpu() and self.cfg.nemo_fp8rl.fp8_param:
             return "none: weights are sent as they are held"
@@ -271,7 +279,7 @@ class MegatronWorker:
         parts = [
             TensorPart.of(
                 name,
-                E4M3 if layers.quantizes(name) else part.dtype,
+                choice.format if layers.quantizes(name) else part.dtype,
                 shapes[name],
                 self.layout.region(name, shapes[name]),
             )
@@ -316,7 +324,8 @@ class MegatronWorker:
             kv_scales = self.kv_cache.scales.named_tensors()
         # parameters may be offloaded when an engine is brought up to date while other engines generate
         self.has_borrowed_parameters = "parameters" in self.offload.offloaded_bytes
-        self.refit.start(chain(self.weights().for_refit(), kv_scales), version, engines, full_only=full_only, **how)
+        weights, encodes = chain(self.weights().for_refit(), kv_scales), self.global_scales.encodes()
+        self.refit.start(weights, version, engines, full_only=full_only, encodes=encodes, **how)
 
     def finish_push(self) -> SendReport:
         try:
@@ -341,7 +350,7 @@ class MegatronWorker:
         try:
             if self.rank == 0:
                 path.mkdir(parents=True, exist_ok=True)
-                for part in (path / "weights", path / "optimizer"):
+                for part in (path / "weights", path / "optimizer", path / GLOBAL_SCALES):
                     if part.exists():
                         shutil.rmtree(part)
                 if self.kv_cache is not None:
@@ -351,6 +360,10 @@ class MegatronWorker:
         dist.barrier()
         if self.rank and not path.is_dir():
             errors.append(UserError(f"rank {self.rank} does not see it: {SHARED_FOLDER_HINT}"))
+        try:
+            self.global_scales.save(path, self.rank)
+        except OSError as error:
+            errors.append(error)
         weights = self.weights().for_checkpoint()
         sources = self.layout, self.rank, *self.source_folders
         errors.append(save_hf(path / "weights", weights, self.cfg.policy.precision, *sources))
@@ -365,6 +378,7 @@ class MegatronWorker:
         self.offload.restore_parameters()
         with megatron_on_cpu():
             load_hf(Path(folder) / "weights", self.model, self.layout)
+            self.global_scales.load(Path(folder))
             if self.kv_cache is not None:
                 self.kv_cache.load(Path(folder))
             load_optimizer(Path(folder) / "optimizer", self.layout, self.model, self.optimizer, self.scheduler)
@@ -382,8 +396,8 @@ def _check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
         check_shared_operations(hf, cfg)
         if chooses_flash_attention_3(cfg):
             flash_attention.check_machine()
-    if hf.family.experts or cfg.nemo_fp8rl.trainer_fp8:
-        te = transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.trainer_fp8 else None)
+    if hf.family.experts or cfg.nemo_fp8rl.quantizes_training:
+        te = transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.quantizes_training else None)
         allgather = hf.family.experts and moe_dispatcher(cfg.policy.megatron_cfg) == "allgather"
         if allgather and (why_not := te.why_no_allgather()):
             raise UserError(

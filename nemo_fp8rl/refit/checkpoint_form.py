@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
-from nemo_fp8rl.fp8.format import describe_non_finite
+from nemo_fp8rl.fp8.block_scaled import describe_non_finite
 
 
 @torch.no_grad()

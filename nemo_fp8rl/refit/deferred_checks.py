@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import is_finite
+from nemo_fp8rl.fp8.block_scaled import is_finite
 from nemo_fp8rl.refit.digest import WORD_SUM_PREFIX, format_word_sum, sum_words
 from nemo_fp8rl.refit.message import Content
 

@@ -16,9 +16,11 @@ from itertools import combinations, product
 import torch
 
 from nemo_fp8rl.common.region import Region, full_region, overlap, region_slices, shape_of
-from nemo_fp8rl.fp8 import BLOCK, scale_shape
+from nemo_fp8rl.fp8 import FORMATS, Format, scale_shape
+from nemo_fp8rl.fp8.block_scaled import DATA_DTYPES, SCALE_DTYPES
 
-FP8 = "float8_e4m3fn"
+GLOBAL_BYTES = 4
+"""Bytes of a global scale, float32."""
 COPIES = 4
 """The largest number of copies of a part among which one engine spreads its tensors; each copy costs more links."""
 
@@ -32,8 +34,7 @@ class TensorPart:
     """One tensor's part that a rank has, or that travels.
 
     name:   the HF name of the tensor
-    dtype:  torch's name without the prefix; a float8_e4m3fn part includes its scales, float32, one per 128x128 block
-            of the region
+    dtype:  the name of a format, whose parts include their scales, or torch's name without the prefix
     shape:  the shape of the whole tensor
     region: (start, end) in each dimension of the whole tensor
     """
@@ -44,21 +45,32 @@ class TensorPart:
     region: Region
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], region: Region | None = None) -> "TensorPart":
+    def of(
+        cls, name: str, dtype: torch.dtype | Format, shape: Sequence[int], region: Region | None = None
+    ) -> "TensorPart":
         """Make a part; the default region is the whole tensor."""
-        return cls(
-            name, str(dtype).removeprefix("torch."), tuple(shape), full_region(shape) if region is None else region
-        )
+        kind = dtype.name if isinstance(dtype, Format) else str(dtype).removeprefix("torch.")
+        return cls(name, kind, tuple(shape), full_region(shape) if region is None else region)
 
     @property
-    def is_fp8(self) -> bool:
-        return self.dtype == FP8
+    def format(self) -> Format | None:
+        """The format of a quantized part; None for other parts."""
+        return FORMATS.get(self.dtype)
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype of the data in memory."""
+        if self.format is not None:
+            return DATA_DTYPES[self.format.element]
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of a quantized part's block scales."""
+        assert self.format is not None
+        return SCALE_DTYPES[self.format.scale]
 
     @cached_property
     def size(self) -> tuple[int, ...]:
@@ -66,12 +78,27 @@ class TensorPart:
         return shape_of(self.region)
 
     @cached_property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape of the region in memory."""
+        return self.size if self.format is None else self.format.data_shape(self.size)
+
+    @cached_property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the block scales of the region."""
+        assert self.format is not None
+        return scale_shape(self.size, self.format.weight_block)
+
+    @cached_property
     def data_bytes(self) -> int:
-        return math.prod(self.size) * self.torch_dtype.itemsize
+        return math.prod(self.data_shape) * self.torch_dtype.itemsize
 
     @cached_property
     def scale_bytes(self) -> int:
-        return 4 * math.prod(scale_shape(self.size, BLOCK)) if self.is_fp8 else 0
+        """Bytes of the block scales and of the global scale."""
+        if self.format is None:
+            return 0
+        block_scales = self.format.scale_itemsize * math.prod(self.scale_shape)
+        return block_scales + (GLOBAL_BYTES if self.format.has_global else 0)
 
     @property
     def nbytes(self) -> int:
@@ -84,10 +111,23 @@ class TensorPart:
         """Return the index of the region within a tensor that has the size of this part."""
         return region_slices(region, self.region)
 
+    def local_data(self, region: Region) -> tuple[slice, ...]:
+        """Return the index of the region within the bytes of this part, which may hold two values each."""
+        if self.format is None or self.format.values_per_byte == 1:
+            return self.local(region)
+        *rows, columns = self.local(region)
+        return (*rows, slice(columns.start // 2, columns.stop // 2))
 
-def blocks_of(region: Region) -> Region:
-    """Return the region of the scales that belong to this region of an FP8 matrix."""
-    return tuple((a // size, -(-b // size)) for (a, b), size in zip(region, BLOCK, strict=True))
+    def local_scales(self, region: Region) -> tuple[slice, ...]:
+        """Return the index of the region's block scales within those of this part."""
+        assert self.format is not None
+        blocks = (blocks_of(each, self.format) for each in (region, self.region))
+        return region_slices(*blocks)
+
+
+def blocks_of(region: Region, format: Format) -> Region:
+    """Return the region of the block scales that belong to this region of a quantized matrix."""
+    return tuple((a // size, -(-b // size)) for (a, b), size in zip(region, format.weight_block, strict=True))
 
 
 def to_json(parts: Iterable[TensorPart]) -> str:
@@ -110,8 +150,8 @@ class Sources:
 
     holdings: the parts of each rank
     domains:  the domain of each rank, such as its machine: traffic between ranks of one domain stays in the machine
-    Raises:   RefitError if ranks disagree about a tensor, if their parts of a tensor overlap, or if an FP8 part does
-              not consist of whole blocks
+    Raises:   RefitError if ranks disagree about a tensor, if their parts of a tensor overlap, or if a quantized part
+              does not consist of whole blocks
     """
 
     def __init__(self, holdings: Sequence[Sequence[TensorPart]], domains: Sequence[str] | None = None) -> None:
@@ -150,7 +190,7 @@ class Sources:
         engine:      the number of this engine
         domains:     the domain of each rank of each engine
         Raises:      RefitError unless the sources have all that the sinks store, with the same shapes and dtypes and,
-                     in FP8, in whole blocks, and nothing that no sink stores
+                     where they are quantized, in whole blocks, and nothing that no sink stores
         """
         _check_names({part.name for parts in sinks for part in parts}, set(self.names))
         pieces: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
@@ -230,7 +270,7 @@ def split_rows(piece: TensorPart, limit: int) -> list[TensorPart]:
     if piece.nbytes <= limit or not piece.region:
         return [piece]
     (top, bottom), *rest = piece.region
-    step = BLOCK[0] if piece.is_fp8 else 1
+    step = piece.format.weight_block[0] if piece.format is not None else 1
     rows = max(1, limit * (bottom - top) // piece.nbytes // step) * step
     return [piece.cut(((max(top, a), min(bottom, a + rows)), *rest)) for a in range(top - top % rows, bottom, rows)]
 
@@ -244,14 +284,16 @@ def _check_match(source: TensorPart, sink: TensorPart) -> None:
 
 
 def _check_blocks(side: str, part: TensorPart) -> None:
-    """Raise unless an FP8 part is a matrix that begins and ends at block borders, or where the tensor ends."""
-    if not part.is_fp8:
+    """Raise unless a quantized part is a matrix that begins and ends at block borders, or where the tensor ends."""
+    if part.format is None:
         return
-    borders = zip(part.region, part.shape, BLOCK, strict=False)
-    if len(part.shape) != len(BLOCK) or any(a % n or (b % n and b != size) for (a, b), size, n in borders):
+    block = part.format.weight_block
+    borders = zip(part.region, part.shape, block, strict=False)
+    if len(part.shape) != len(block) or any(a % n or (b % n and b != size) for (a, b), size, n in borders):
         raise RefitError(
-            f"{part.name}: the {side} holds {[list(bounds) for bounds in part.region]} of {list(part.shape)}, and FP8 "
-            f"is split into blocks of {BLOCK[0]}x{BLOCK[1]}: choose a tensor parallel size that keeps blocks whole"
+            f"{part.name}: the {side} holds {[list(bounds) for bounds in part.region]} of {list(part.shape)}, and "
+            f"{part.dtype} is split into blocks of {block[0]}x{block[1]}: choose a tensor parallel size that keeps "
+            "blocks whole"
         )
 
 

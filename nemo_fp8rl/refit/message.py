@@ -1,9 +1,9 @@
 """The header and payload of one bucket, the same on every transport.
 
 A bucket is a header in JSON and a payload. The payload is a sequence of entries, each at a multiple of
-`route_plan.ALIGNMENT` bytes. A full entry is the scales of an FP8 piece and its data; a delta entry is the scales and a
-message of `fp8.delta`. The digest is that of the piece as the engine will store it, so it also proves that a delta was
-applied to the bytes from which it was made.
+`route_plan.ALIGNMENT` bytes. A full entry is the scales of a quantized piece (the global scale, then those of blocks)
+and its data; a delta entry is the scales and a message of `fp8.delta`. The digest is that of the piece as the engine
+will store it, so it also proves that a delta was applied to the bytes from which it was made.
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.common.region import Region, region_slices
-from nemo_fp8rl.fp8 import BLOCK, scale_shape
+from nemo_fp8rl.common.region import Region
+from nemo_fp8rl.fp8 import BlockScaled
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
-from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
+from nemo_fp8rl.refit.manifest import GLOBAL_BYTES, RefitError, TensorPart
 
 Encoding = Literal["full", "delta"]
 
@@ -73,19 +73,20 @@ class Header:
 class Content:
     """The values of a piece in memory.
 
-    data:      the piece in its dtype
-    scale_inv: float32, the scales of an FP8 piece; None for other dtypes
+    data:         the piece in its dtype
+    scale_inv:    the block scales of a quantized piece; None for other dtypes
+    global_scale: float32 [1], where the format has one
     """
 
     data: Tensor
     scale_inv: Tensor | None = None
+    global_scale: Tensor | None = None
 
     @classmethod
     def of(cls, part: TensorPart, payload: Tensor) -> "Content":
         """Return views of uint8 [part.nbytes], scales before data. The payload begins at a multiple of four bytes."""
-        if not part.is_fp8:
-            return cls(payload.view(part.torch_dtype).view(part.size))
-        return cls(payload[part.scale_bytes :].view(part.torch_dtype).view(part.size), scales_of(part, payload))
+        data = payload[part.scale_bytes :].view(part.torch_dtype).view(part.data_shape)
+        return cls(data, *scales_of(part, payload))
 
     def cut(self, part: TensorPart, region: Region) -> "Content":
         """Return views of the region, where this is the content of `part`."""
@@ -93,12 +94,18 @@ class Content:
             return self
         if self.scale_inv is None:
             return Content(self.data[part.local(region)])
-        blocks = region_slices(blocks_of(region), blocks_of(part.region))
-        return Content(self.data[part.local(region)], self.scale_inv[blocks])
+        data, scales = self.data[part.local_data(region)], self.scale_inv[part.local_scales(region)]
+        return Content(data, scales, self.global_scale)
+
+    def as_block_scaled(self, part: TensorPart) -> BlockScaled:
+        """Return the same memory as a tensor of the part's format."""
+        assert part.format is not None and self.scale_inv is not None
+        global_scale = None if self.global_scale is None else self.global_scale[0]
+        return BlockScaled(self.data, self.scale_inv, part.format.weight_block, part.format, global_scale)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.data,) if self.scale_inv is None else (self.scale_inv, self.data)
+        return tuple(x for x in (self.global_scale, self.scale_inv, self.data) if x is not None)
 
     @property
     def digest(self) -> str:
@@ -115,8 +122,10 @@ class Content:
         return all(torch.equal(bytes_of(a), bytes_of(b.to(a.device))) for a, b in pairs)
 
 
-def scales_of(part: TensorPart, payload: Tensor) -> Tensor | None:
-    """Return a view of the scales at the start of a payload, or None for a part that is not FP8."""
-    if not part.is_fp8:
-        return None
-    return payload[: part.scale_bytes].view(torch.float32).view(scale_shape(part.size, BLOCK))
+def scales_of(part: TensorPart, payload: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return views of the block scales and of the global scale at the start of a payload; None where there is none."""
+    if part.format is None:
+        return None, None
+    first = GLOBAL_BYTES if part.format.has_global else 0
+    block_scales = payload[first : part.scale_bytes].view(part.scale_dtype).view(part.scale_shape)
+    return block_scales, payload[:first].view(torch.float32) if first else None

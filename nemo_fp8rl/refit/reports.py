@@ -1,5 +1,6 @@
 """Reports on a refit: bytes and seconds of a trainer's rank, of an engine, and of the whole refit."""
 
+import math
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -55,10 +56,10 @@ class SendReport:
         return StageTimer(self.seconds, stage)
 
     def count(self, part: TensorPart, nbytes: int) -> None:
-        bf16 = part.data_bytes * 2 if part.is_fp8 else part.data_bytes
+        bf16 = 2 * math.prod(part.size) if part.format else part.data_bytes
         self.nbytes += nbytes
         self.bf16_nbytes += bf16
-        if part.is_fp8:
+        if part.format:
             self.quantized_nbytes += nbytes
             self.quantized_bf16_nbytes += bf16
 

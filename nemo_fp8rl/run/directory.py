@@ -285,8 +285,8 @@ def _choices(cfg: Config) -> dict[str, str]:
     fp8 = "blockwise FP8"  # trainer_kernels and engine_kernels, from the workers, name the matmul
     return {
         "flow": choice.flow,
-        "trainer": fp8 if choice.trainer_fp8 else cfg.policy.precision,
-        "engine": fp8 if choice.engine_fp8 else cfg.policy.precision,
+        "trainer": fp8 if choice.quantizes_training else cfg.policy.precision,
+        "engine": fp8 if choice.quantizes_rollout else cfg.policy.precision,
         "scales": choice.scale_format,
         "kv cache": _kv_cache(cfg),
         "correction": str(resolve_correction(cfg.loss_fn, choice.correction)),

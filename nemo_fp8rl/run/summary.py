@@ -86,7 +86,7 @@ def next_commands(cfg: Config, steps: int) -> Text:
                 f"grpo.max_num_epochs={2 * (cfg.grpo.max_num_epochs or 1)} grpo.max_num_steps={cfg.grpo.max_num_steps}"
             )
         lines.append(f"  nemo-fp8rl train --config {recipe} --resume {more}")
-        if cfg.nemo_fp8rl.engine_fp8:
+        if cfg.nemo_fp8rl.quantizes_rollout:
             weights = quote(f"{checkpoints}/step_{max(saved_steps)}/policy/weights")
             lines.append(f"  nemo-fp8rl export --checkpoint {weights} --output {quote(str(folder / 'fp8'))}")
     return Text("\n".join(lines))

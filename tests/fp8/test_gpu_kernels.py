@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, Delta, NonFiniteError, kernels, quantize_blockwise, quantize_delta
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, ALONG_TOKENS, E4M3
 from nemo_fp8rl.fp8.delta import as_bytes
-from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, E4M3
 from nemo_fp8rl.fp8.kernels import reference
 from tests.fp8.values import BLOCKS, DTYPES, EACH_BLOCK, EACH_DTYPE, EACH_FORMAT, INTEGER
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BlockScaled, KernelError, NonFiniteError, kernels, quantize_blockwise, quantize_delta
-from nemo_fp8rl.fp8.format import scale_shape
+from nemo_fp8rl.fp8.block_scaled import scale_shape
 from nemo_fp8rl.fp8.kernels.on_cpu import loops, numba_kernel
 from nemo_fp8rl.fp8.kernels.on_cpu import threads as shared
 from tests.fp8.values import BLOCKS, DTYPES, EACH_DTYPE, EACH_FORMAT, FORMATS, INTEGER, random_values

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import BLOCK, BlockwiseFp8Linear, fake_quantize, fprop, linear, quantize_blockwise
+from nemo_fp8rl.fp8 import (
+    BLOCK,
+    LinearRecipe,
+    QuantizedLinear,
+    fake_quantize,
+    fprop,
+    linear,
+    quantize,
+    quantize_blockwise,
+)
 
 ALONG_LAST, ALONG_TOKENS = (1, 128), (128, 1)
 UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
@@ -58,7 +67,7 @@ def assert_is_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 @CASES
 def test_forward_multiplies_what_fp8_keeps_of_activations_and_weights(tokens, k, n, dtype, scale_format):
     x, w, _ = operands(tokens, k, n, dtype)
-    y = BlockwiseFp8Linear.apply(x, w, scale_format)
+    y = QuantizedLinear.apply(x, w, LinearRecipe(scale_format=scale_format))
     assert y.shape == (*tokens, n)
     assert y.dtype == dtype
     assert_is_product(y, quantized(x, ALONG_LAST, scale_format), quantized(w, BLOCK, scale_format).t())
@@ -70,7 +79,7 @@ def test_forward_multiplies_what_fp8_keeps_of_activations_and_weights(tokens, k,
 def test_gradients_multiply_what_fp8_keeps_along_the_summed_dimension(tokens, k, n, dtype, scale_format):
     x, w, dy = operands(tokens, k, n, dtype)
     x.requires_grad_(), w.requires_grad_()
-    BlockwiseFp8Linear.apply(x, w, scale_format).backward(dy)
+    QuantizedLinear.apply(x, w, LinearRecipe(scale_format=scale_format)).backward(dy)
     with torch.no_grad():
         assert (x.grad.shape, x.grad.dtype, w.grad.shape, w.grad.dtype) == (x.shape, dtype, w.shape, dtype)
         assert_is_product(x.grad, quantized(dy, ALONG_LAST, scale_format), quantized(w, BLOCK, scale_format))
@@ -104,16 +113,16 @@ def test_the_tolerance_tells_other_blocks_and_unquantized_operands_apart(dtype, 
 def test_a_weight_without_gradient_changes_nothing_else(scale_format):
     x, w, dy = operands((40,), 256, 128, torch.bfloat16)
     both = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = BlockwiseFp8Linear.apply(*both, scale_format)
+    y = QuantizedLinear.apply(*both, LinearRecipe(scale_format=scale_format))
     y.backward(dy)
 
-    assert torch.equal(BlockwiseFp8Linear.apply(x, w, scale_format), y)
+    assert torch.equal(QuantizedLinear.apply(x, w, LinearRecipe(scale_format=scale_format)), y)
     with torch.no_grad():
-        assert not BlockwiseFp8Linear.apply(*both, scale_format).requires_grad
+        assert not QuantizedLinear.apply(*both, LinearRecipe(scale_format=scale_format)).requires_grad
 
     only_x, only_w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    BlockwiseFp8Linear.apply(only_x, w, scale_format).backward(dy)
-    BlockwiseFp8Linear.apply(x, only_w, scale_format).backward(dy)
+    QuantizedLinear.apply(only_x, w, LinearRecipe(scale_format=scale_format)).backward(dy)
+    QuantizedLinear.apply(x, only_w, LinearRecipe(scale_format=scale_format)).backward(dy)
     assert w.grad is None
     assert torch.equal(only_x.grad, both[0].grad)
     assert torch.equal(only_w.grad, both[1].grad)
@@ -127,10 +136,11 @@ def test_without_gradients_nothing_is_quantized_for_the_backward(monkeypatch):
         return fake_quantize(x, block=block, **keywords)
 
     monkeypatch.setattr(linear, "fake_quantize", recording)
+    monkeypatch.setattr(quantize, "fake_quantize", recording)
     x, w, _ = operands((4,), 128, 128, torch.bfloat16)
-    BlockwiseFp8Linear.apply(x, w, "pow2")
+    QuantizedLinear.apply(x, w, LinearRecipe())
     assert sorted(blocks) == [ALONG_LAST, BLOCK]
-    BlockwiseFp8Linear.apply(x.requires_grad_(), w, "pow2")
+    QuantizedLinear.apply(x.requires_grad_(), w, LinearRecipe())
     assert ALONG_TOKENS in blocks
 
 
@@ -140,9 +150,11 @@ def test_expanded_and_transposed_tensors_are_read_by_their_values(scale_format):
     leaf, twisted = x.clone().requires_grad_(), x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     assert not twisted.is_contiguous()
     for inputs in (leaf, twisted):
-        BlockwiseFp8Linear.apply(inputs, w, scale_format).sum().backward()  # dy is one value, expanded
+        y = QuantizedLinear.apply(inputs, w, LinearRecipe(scale_format=scale_format))
+        y.sum().backward()  # dy is one value, expanded
     straight = x.clone().requires_grad_()
-    BlockwiseFp8Linear.apply(straight, w, scale_format).backward(torch.ones(6, 33, 256, dtype=torch.bfloat16))
+    y = QuantizedLinear.apply(straight, w, LinearRecipe(scale_format=scale_format))
+    y.backward(torch.ones(6, 33, 256, dtype=torch.bfloat16))
     assert torch.equal(leaf.grad, straight.grad)
     assert torch.equal(twisted.grad, straight.grad)
 
@@ -151,7 +163,7 @@ def test_expanded_and_transposed_tensors_are_read_by_their_values(scale_format):
 def test_no_tokens_give_an_empty_output_and_a_zero_weight_gradient(scale_format):
     x, w, _ = operands((0,), 128, 256, torch.bfloat16)
     w.requires_grad_()
-    y = BlockwiseFp8Linear.apply(x, w, scale_format)
+    y = QuantizedLinear.apply(x, w, LinearRecipe(scale_format=scale_format))
     assert y.shape == (0, 256)
     y.sum().backward()
     assert torch.equal(w.grad, torch.zeros_like(w))
@@ -163,12 +175,13 @@ def test_fprop_on_dequantized_weights_equals_the_layer_to_the_bit(dtype, scale_f
     x, w, _ = operands((2, 19), 200, 130, dtype)
     operand = torch.bfloat16 if dtype is torch.bfloat16 and scale_format == "pow2" else torch.float32
     dequantized = fake_quantize(w, block=BLOCK, scale_format=scale_format, dtype=operand)
-    assert torch.equal(fprop(x, dequantized, scale_format), BlockwiseFp8Linear.apply(x, w, scale_format))
+    recipe = LinearRecipe(scale_format=scale_format)
+    assert torch.equal(fprop(x, dequantized, recipe), QuantizedLinear.apply(x, w, recipe))
 
 
 def test_gradients_come_back_in_the_dtypes_of_activations_and_weights():
     x, w, dy = operands((9,), 128, 128, torch.bfloat16)
     x, w = x.requires_grad_(), w.float().requires_grad_()
-    y = BlockwiseFp8Linear.apply(x, w, "pow2")
+    y = QuantizedLinear.apply(x, w, LinearRecipe())
     y.backward(dy)
     assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Delta, NonFiniteError, kernels, quantize_blockwise
+from nemo_fp8rl.fp8.block_scaled import E4M3, scale_shape
 from nemo_fp8rl.fp8.delta import MAX_CHANGED, as_bytes
-from nemo_fp8rl.fp8.format import E4M3, scale_shape
 from nemo_fp8rl.fp8.kernels import reference
 from tests.fp8.values import BLOCKS, DTYPES, EACH_BLOCK, EACH_DTYPE, EACH_FORMAT, FORMATS, random_values
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK
-from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, ALONG_TOKENS
 
 BLOCKS = [BLOCK, ALONG_LAST, ALONG_TOKENS]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

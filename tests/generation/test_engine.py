@@ -75,7 +75,7 @@ def test_no_sequence_is_divided_among_threads(pair):
 
 def test_engine_holds_the_trainers_bytes(pair):
     """Every FP8 weight and scale in the engine's memory, fused or not, is what the trainer exported, to the byte."""
-    if not pair.cfg.nemo_fp8rl.engine_fp8:
+    if not pair.cfg.nemo_fp8rl.quantizes_rollout:
         pytest.skip("bf16 engines repack their weights for the CPU")
     pair.refit()
     pair.train(1)
@@ -296,13 +296,13 @@ def test_fp8_halves_the_bytes_on_the_wire(pair):
     pair.engine.prepare_for_generation()
     report = pair.refit()
     assert not report.delta
-    if pair.cfg.nemo_fp8rl.engine_fp8:
+    if pair.cfg.nemo_fp8rl.quantizes_rollout:
         assert 0.5 < report.wire_over_bf16 <= 0.505
 
 
 def test_the_engine_has_our_method_where_it_is_fp8(pair):
     quantization = pair.engine.core.llm.vllm_config.model_config.quantization
-    assert quantization == ("nemo_fp8rl" if pair.cfg.nemo_fp8rl.engine_fp8 else None)
+    assert quantization == ("nemo_fp8rl" if pair.cfg.nemo_fp8rl.quantizes_rollout else None)
 
 
 def load_as_on_a_gpu(pair, change: Callable[[Tensor], Any] = lambda payload: None) -> tuple[str, int, int, int]:

@@ -55,7 +55,7 @@ def test_the_engine_holds_the_experts_bytes(pair):
     sent = sent_tensors(pair.worker)
     gate = ".gate_proj.weight"
     experts = [name.removesuffix(gate) for name in sent if ".experts." in name and name.endswith(gate)]
-    if not experts or not pair.cfg.nemo_fp8rl.engine_fp8:
+    if not experts or not pair.cfg.nemo_fp8rl.quantizes_rollout:
         pytest.skip("no FP8 experts")
     (held,) = pair.engine.core.llm.apply_model(lambda model: {n: p.data.clone() for n, p in model.named_parameters()})
     for layer in range(2):
@@ -78,4 +78,4 @@ def test_trainer_and_engine_agree_on_the_engines_samples(pair):
     pair.train(1)
     pair.refit()
     choice = pair.cfg.nemo_fp8rl
-    assert (pair.mismatch() < pair.limit) == (choice.trainer_fp8 == choice.engine_fp8)
+    assert (pair.mismatch() < pair.limit) == (choice.quantizes_training == choice.quantizes_rollout)

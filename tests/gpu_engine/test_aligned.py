@@ -48,7 +48,7 @@ def layers(of_engine):
 def test_its_layers_are_the_shared_ones(pair):
     modules = layers(pair.engine)
     names = {type(module).__name__ for module in modules}
-    is_fp8, has_experts = pair.cfg.nemo_fp8rl.engine_fp8, bool(pair.worker.hf.family.experts)
+    is_fp8, has_experts = pair.cfg.nemo_fp8rl.quantizes_rollout, bool(pair.worker.hf.family.experts)
     mlp = "SharedMoERunner" if has_experts else "SharedSiluAndMul"
     assert {"SharedRMSNorm", "SharedRotaryEmbedding", mlp} <= names
     assert not names & LAYERS.keys()

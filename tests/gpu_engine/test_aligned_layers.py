@@ -14,7 +14,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from nemo_fp8rl.fp8 import Fp8Layers
+from nemo_fp8rl.fp8 import Fp8Layers, LinearRecipe
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.quantization import NemoFp8RlConfig, SharedBf16Config
 from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_config
@@ -138,7 +138,7 @@ def test_the_name_of_the_kernel_says_why_a_library_is_left_out(monkeypatch):
     monkeypatch.setattr(linears, "is_deep_gemm", lambda kernel: True)
     monkeypatch.setattr(linears, "is_shared_product", lambda *_: False)
     monkeypatch.setattr(linears, "_SHARED_PRODUCTS", {})
-    method = linears.SharedFp8LinearMethod("pow2")
+    method = linears.SharedFp8LinearMethod(LinearRecipe())
     with set_current_vllm_config(VllmConfig()):
         method.prepare(SimpleNamespace(weight=values((128, 256), seed=2)), torch.bfloat16)
     assert method.kernel_name == "nemo_fp8rl.ops.fp8_linear (DeepGEMM has other bits)"

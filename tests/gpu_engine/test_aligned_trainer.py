@@ -79,7 +79,7 @@ def test_log_probs_and_gradients_are_near_the_unaligned_ones(workers):
     ours, theirs = (torch.cat([p.main_grad.flatten() for p in worker.model.parameters()]) for worker in workers)
     print(f"gradients differ by {(ours - theirs).norm() / theirs.norm():.4f}")
     cfg = workers[0].cfg
-    limit = GRADIENTS_APART[cfg.nemo_fp8rl.flow if cfg.nemo_fp8rl.trainer_fp8 else cfg.policy.precision]
+    limit = GRADIENTS_APART[cfg.nemo_fp8rl.flow if cfg.nemo_fp8rl.quantizes_training else cfg.policy.precision]
     assert (ours - theirs).norm() < limit * theirs.norm()
     for series, worker in zip(losses, workers, strict=True):
         series += [worker.train_step(batch, NllLoss(), totals)["loss"] for _ in range(2)]

@@ -48,7 +48,7 @@ def batch(pair):
 
 def test_its_layers_are_vllms_triton_kernels(pair):
     experts = {"fused_moe_kernel (Triton)"} if pair.worker.hf.family.experts else set()
-    linears = {"TritonFp8BlockScaledMMKernel"} if pair.cfg.nemo_fp8rl.engine_fp8 else set()
+    linears = {"TritonFp8BlockScaledMMKernel"} if pair.cfg.nemo_fp8rl.quantizes_rollout else set()
     assert pair.generation.describe().kernels == {"attention: CPU_ATTN", "CUDA graphs: none", *linears, *experts}
 
 
@@ -57,7 +57,7 @@ def test_it_samples_by_the_trainers_log_probs(pair, batch):
     error = mismatch_metrics(logprobs, batch.generation_logprobs, batch.token_mask)["token_mult_prob_error"]
     print(f"token_mult_prob_error {error:.6f}")
     # products with fp32 scales are not exact, so their order counts; in a prompt's first tokens for all that follow
-    exact = pair.cfg.nemo_fp8rl.scale_format == "pow2" and pair.cfg.nemo_fp8rl.engine_fp8
+    exact = pair.cfg.nemo_fp8rl.scale_format == "pow2" and pair.cfg.nemo_fp8rl.quantizes_rollout
     assert 1 <= error < (1.001 if exact else 1.01)
 
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from nemo_fp8rl.common.vllm_version import vllm_version
-from nemo_fp8rl.fp8 import fprop, kernels, quantize_activations, quantize_blockwise
-from nemo_fp8rl.fp8.format import ALONG_LAST
+from nemo_fp8rl.fp8 import LinearRecipe, fprop, kernels, quantize_activations, quantize_blockwise
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST
 from nemo_fp8rl.generation.fp8_method import gpu_linear
 from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
 from nemo_fp8rl.generation.fp8_method.gpu_linear import KERNELS, NativeFp8LinearMethod
@@ -106,7 +106,7 @@ def test_the_fastest_kernel_that_can_is_taken(monkeypatch):
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 def test_a_linear_layer_is_the_emulated_one(scale_format):
     x, weight, bias = randn(2, 3, 256), quantize_blockwise(randn(384, 256, seed=1)), randn(384, seed=2)
-    method = NativeFp8LinearMethod(scale_format)
+    method = NativeFp8LinearMethod(LinearRecipe(scale_format=scale_format))
     method.kernel, method.rows = gpu_linear._kernel((384, 256), torch.bfloat16)
     y = method.apply(SimpleNamespace(weight=weight.data, weight_scale_inv=weight.scale_inv), x, bias)
     expected = fprop(x, weight.dequantize(torch.float32), scale_format) + bias
@@ -117,7 +117,7 @@ def test_a_linear_layer_is_the_emulated_one(scale_format):
 
 @pytest.mark.usefixtures("in_vllm")
 def test_torch_compile_sees_a_linear_layer_whole():
-    method = NativeFp8LinearMethod("pow2")
+    method = NativeFp8LinearMethod(LinearRecipe())
     method.kernel, method.rows = gpu_linear._kernel((384, 256), torch.bfloat16)
     x, weight = randn(3, 256), quantize_blockwise(randn(384, 256, seed=1))
     layer = SimpleNamespace(weight=weight.data, weight_scale_inv=weight.scale_inv)

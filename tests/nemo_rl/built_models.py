@@ -23,8 +23,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
-from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod
+from nemo_fp8rl.fp8 import LinearRecipe
+from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedMoEMethod
+from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedLinearMethod
 from nemo_fp8rl.nemo_rl.stock.worker_choice import choose_workers
 from tests.nemo_rl.stock.fake_trainer import policy
 from tests.nemo_rl.stock.test_layer_agreement import LAYERS, MODELS, WORDS
@@ -48,8 +49,8 @@ COMMON: dict[str, Any] = {
 
 def use_emulated_fp8() -> None:
     """Replace vLLM's FP8 methods by emulated ones; vLLM still chooses the layers."""
-    fp8.Fp8LinearMethod = lambda config: EmulatedFp8LinearMethod("pow2")
-    fp8.Fp8MoEMethod = lambda config, layer: EmulatedFp8MoEMethod(layer.moe_config, "pow2")
+    fp8.Fp8LinearMethod = lambda config: EmulatedLinearMethod(LinearRecipe())
+    fp8.Fp8MoEMethod = lambda config, layer: EmulatedMoEMethod(layer.moe_config, LinearRecipe())
 
 
 def build(name: str, folder: Path) -> dict[str, Any]:

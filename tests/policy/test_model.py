@@ -200,17 +200,17 @@ def test_fp8_trainer_multiplies_exactly_the_bytes_it_exports(recipe, tmp_path, h
 
 @pytest.mark.parametrize(("flow", "linears"), [("bf16", 0), ("fp8_rollout", 0), ("fp8_e2e", 8)])
 def test_flow_decides_which_linears_are_fp8(recipe, flow, linears):
-    from nemo_fp8rl.policy.layers.linears import Fp8Matmul
+    from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 
     worker = MegatronWorker()
     worker.setup(recipe(f"nemo_fp8rl.flow={flow}"), 0, 1, None)
-    assert sum(isinstance(module, Fp8Matmul) for module in worker.model.modules()) == linears
+    assert sum(isinstance(module, QuantizedMatmul) for module in worker.model.modules()) == linears
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_flow_in_fp8_does_not_start_without_its_fp8_linears(recipe, tmp_path, monkeypatch, family):
     write_model(tmp_path / "model", family=family)
-    monkeypatch.setattr(layer_specs, "fp8_linears", lambda scale_format, aligned: bf16_linears(aligned))
+    monkeypatch.setattr(layer_specs, "quantized_linears", lambda recipe, aligned: bf16_linears(aligned))
     linears = {"qwen3": 8, "qwen3_moe": 36}[family]  # of two layers, with 8 experts
     with pytest.raises(RuntimeError, match=f"flow fp8_e2e asks for {linears} FP8 linear layers, the model has 0"):
         MegatronWorker().setup(recipe(f"policy.model_name={tmp_path}/model"), 0, 1, None)
@@ -218,11 +218,11 @@ def test_a_flow_in_fp8_does_not_start_without_its_fp8_linears(recipe, tmp_path, 
 
 @pytest.mark.parametrize(("end", "fp8_layer"), [("first", 1), ("last", 0)])
 def test_a_bf16_layer_trains_and_travels_in_bf16(recipe, end, fp8_layer):
-    from nemo_fp8rl.policy.layers.linears import Fp8Matmul
+    from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 
     worker = MegatronWorker()
     worker.setup(recipe(f"policy.generation.vllm_cfg.num_{end}_layers_in_bf16=1"), 0, 1, None)
-    fp8 = [name for name, module in worker.model.named_modules() if isinstance(module, Fp8Matmul)]
+    fp8 = [name for name, module in worker.model.named_modules() if isinstance(module, QuantizedMatmul)]
     assert len(fp8) == 4
     assert all(name.startswith(f"decoder.layers.{fp8_layer}.") for name in fp8)
     sent = sent_tensors(worker)

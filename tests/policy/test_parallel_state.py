@@ -212,7 +212,7 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     two.call("start_push", 5, (0,), frozenset(), {})
     got = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     for item in receive_pieces(links, 5):
-        names = (item.part.name, scale_name(item.part.name))[: 1 + item.part.is_fp8]
+        names = (item.part.name, scale_name(item.part.name))[: 1 + bool(item.part.format)]
         expected_part = Content(*(got[name] for name in names)).cut(everything[item.part.name], item.part.region)
         for tensor, content in zip(expected_part.tensors, item.content.tensors, strict=True):
             tensor.copy_(content)

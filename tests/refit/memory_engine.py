@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.region import full_region
-from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise, scale_shape
+from nemo_fp8rl.fp8 import FP8, ScaleFormat, encode_scale, quantize_blockwise
 from nemo_fp8rl.fp8.delta import DeltaError
-from nemo_fp8rl.fp8.format import E4M3
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.interface import Addresses, Recover, Transport
-from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, blocks_of
+from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
 from nemo_fp8rl.refit.reports import LoadReport, SendReport
@@ -48,7 +47,7 @@ Message = tuple[bytes, Tensor]
 
 
 def fp8(name: str, rows: int, columns: int) -> TensorPart:
-    return TensorPart.of(name, E4M3, (rows, columns))
+    return TensorPart.of(name, FP8, (rows, columns))
 
 
 def bf16(name: str, *shape: int) -> TensorPart:
@@ -63,7 +62,7 @@ def split(parts: Sequence[TensorPart], ranks: int, dim: int, replicate: bool) ->
             for held in layout if replicate else layout[:1]:
                 held.append(part)
             continue
-        step = BLOCK[dim] if part.is_fp8 else 1
+        step = part.format.weight_block[dim] if part.format else 1
         steps = -(-part.shape[dim] // step)
         borders = [min(part.shape[dim], steps * rank // ranks * step) for rank in range(ranks + 1)]
         for held, (a, b) in zip(layout, pairwise(borders), strict=True):
@@ -97,18 +96,23 @@ def as_whole(parts: Sequence[TensorPart], weights: Mapping[str, Tensor], fmt: Sc
     """What engines must hold of these weights: the specification, on whole tensors."""
     held = {}
     for part in parts:
-        if part.is_fp8 and all(part.shape):
-            quantized = quantize_blockwise(weights[part.name], scale_format=fmt, kernel="reference")
-            held[part.name] = Content(quantized.data, quantized.scale_inv)
+        if part.format and all(part.shape):
+            whole, encode = weights[part.name], encode_of(weights, part.name)
+            q = quantize_blockwise(whole, format=part.format, scale_format=fmt, encode=encode, kernel="reference")
+            held[part.name] = Content(q.data, q.scale_inv, None if q.global_scale is None else q.global_scale.view(1))
         else:
             held[part.name] = Content(weights[part.name].to(part.torch_dtype).contiguous())
     return held
 
 
+def encode_of(weights: Mapping[str, Tensor], name: str) -> Tensor:
+    """The factor of a global scale, of the whole tensor, for formats that have one."""
+    return encode_scale(weights[name].abs().amax() if weights[name].numel() else torch.zeros(()), "pow2", 4)
+
+
 def empty(part: TensorPart, device: torch.device = HOST_MEMORY) -> Content:
     """Of a part in memory before anything arrived."""
-    scale_inv = torch.full(scale_shape(part.size, BLOCK), -1.0, device=device) if part.is_fp8 else None
-    return Content(torch.zeros(part.size, device=device).to(part.torch_dtype), scale_inv)
+    return Content.of(part, torch.full((part.nbytes,), 0x11, dtype=torch.uint8, device=device))
 
 
 @dataclass
@@ -193,8 +197,9 @@ class MemoryRank:
             except DeltaError as error:
                 raise RefitError(f"refit {version}: {item.part.name}: {error}") from None
             target.data.copy_(contiguous)
-        if target.scale_inv is not None and item.scale_inv is not None:
-            target.scale_inv.copy_(item.scale_inv)
+        for stored, received in zip((target.scale_inv, target.global_scale), item.scales, strict=True):
+            if stored is not None and received is not None:
+                stored.copy_(received)
 
 
 class MemoryEngine:
@@ -255,11 +260,10 @@ class MemoryEngine:
         wholes: dict[str, Content] = {}
         for rank in self.ranks:
             for name, part in rank.parts.items():
-                joined = wholes.setdefault(name, empty(part.cut(full_region(part.shape))))
-                joined.data[tuple(slice(a, b) for a, b in part.region)] = rank.held[name].data
-                if joined.scale_inv is not None:
-                    blocks = tuple(slice(a, b) for a, b in blocks_of(part.region))
-                    joined.scale_inv[blocks] = rank.held[name].scale_inv
+                whole = part.cut(full_region(part.shape))
+                joined = wholes.setdefault(name, empty(whole)).cut(whole, part.region)
+                for tensor, held in zip(joined.tensors, rank.held[name].tensors, strict=True):
+                    tensor.copy_(held)
         return wholes
 
 

@@ -27,6 +27,7 @@ from tests.refit.memory_engine import (
     Tampered,
     as_whole,
     bf16,
+    encode_of,
     fp8,
 )
 
@@ -92,7 +93,8 @@ class Stream:
 
         def send(i: int) -> SendReport:
             values = ((part.name, self.rank_values(weights, part)) for part in self.sources[i])
-            return self.senders[i].send(values, version, self.links[i], **options)
+            encodes = {name: encode_of(weights, name) for name in weights}
+            return self.senders[i].send(values, version, self.links[i], encodes=encodes, **options)
 
         with ThreadPoolExecutor() as threads:
             loads = [threads.submit(rank.load, version, True, lambda: None) for rank in self.engine.ranks]
@@ -101,7 +103,7 @@ class Stream:
 
     def rank_values(self, weights: dict[str, Tensor], part: TensorPart) -> Tensor | BlockScaled:
         values = weights[part.name][tuple(slice(a, b) for a, b in part.region)]
-        return quantize_blockwise(values, scale_format=self.fmt) if self.from_fp8 and part.is_fp8 else values
+        return quantize_blockwise(values, scale_format=self.fmt) if self.from_fp8 and bool(part.format) else values
 
     def deliver(self, weights: dict[str, Tensor], version: int, **options: bool) -> list[SendReport]:
         """Send a version and return the senders' reports. Raises the error of any side."""

@@ -47,7 +47,7 @@ from tests.refit.memory_engine import (
 UP, DOWN, NORM = "mlp.up_proj.weight", "mlp.down_proj.weight", "norm.weight"
 PARTS = [fp8(UP, 256, 384), fp8(DOWN, 384, 300), bf16(NORM, 100), TensorPart.of("k_scale", torch.float32, ())]
 NBYTES = sum(part.nbytes for part in PARTS)
-QUANTIZED = [part for part in PARTS if part.is_fp8]
+QUANTIZED = [part for part in PARTS if bool(part.format)]
 AT_ONCE = 5.0
 """Seconds that a refit may take where links wait for up to 20."""
 
@@ -275,7 +275,7 @@ def test_copies_share_the_work_for_one_engine(make):
     assert run.bridge.description == "delta through mapped memory, verify digest"
     sent = [report.nbytes for report in run.trainer.reports[0]]
     assert len([nbytes for nbytes in sent if nbytes]) > 2
-    assert sum(sent) == sum(part.nbytes if part.is_fp8 else 2 * part.nbytes for part in PARTS)
+    assert sum(sent) == sum(part.nbytes if bool(part.format) else 2 * part.nbytes for part in PARTS)
 
 
 def test_reported_bytes_are_those_that_the_links_carried(make):
@@ -287,7 +287,7 @@ def test_reported_bytes_are_those_that_the_links_carried(make):
 
     run.engines.wrap = lambda engine, rank, end: Tampered(end, count)
     full = run.bridge.refit()
-    replicated = sum(part.nbytes for part in PARTS if not part.is_fp8)  # each of two ranks stores these
+    replicated = sum(part.nbytes for part in PARTS if not bool(part.format))  # each of two ranks stores these
     assert full.nbytes == NBYTES + replicated == sum(carried) / 2
     assert full.wire_over_bf16 == sum(p.nbytes for p in QUANTIZED) / sum(2 * p.data_bytes for p in QUANTIZED)
     assert (full.delta, full.retries) == (False, 0)

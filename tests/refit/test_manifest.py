@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_fp8rl.common.region import Region, overlap
-from nemo_fp8rl.fp8 import BLOCK, quantize_blockwise
+from nemo_fp8rl.fp8 import BLOCK, FP8, quantize_blockwise
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart, blocks_of, from_json, to_json
 from tests.refit.memory_engine import Layout, bf16, fp8, split
 
@@ -48,7 +48,7 @@ def layouts(draw: st.DrawFn, parts: list[TensorPart], replicate: bool) -> Layout
                 held.append(part)
         else:
             dim = draw(st.integers(0, len(part.shape) - 1))
-            step, size = BLOCK[dim] if part.is_fp8 else 1, part.shape[dim]
+            step, size = BLOCK[dim] if bool(part.format) else 1, part.shape[dim]
             border = st.integers(0, size // step).map(lambda n, step=step: n * step)
             borders = [0, *sorted(draw(st.lists(border, min_size=ranks - 1, max_size=ranks - 1))), size]
             order = draw(st.permutations(range(ranks)))
@@ -99,9 +99,9 @@ def test_each_rank_gets_what_it_stores_once_and_nothing_else(data):
                 assert overlap(piece.region, held[piece.name].region) == piece.region
                 holders = [domain for parts, domain in zip(sources, near, strict=True) if held[piece.name] in parts]
                 assert near[source] == here[sink] or here[sink] not in holders
-                band = BLOCK[0] if piece.is_fp8 else 1
+                band = BLOCK[0] if bool(piece.format) else 1
                 assert piece.nbytes <= piece_bytes or not piece.size or piece.size[0] <= band
-                if piece.is_fp8:
+                if bool(piece.format):
                     borders = zip(piece.region, piece.shape, BLOCK, strict=True)
                     assert all(a % n == 0 and (b % n == 0 or b == size) for (a, b), size, n in borders)
 
@@ -213,7 +213,7 @@ def test_a_border_inside_an_fp8_block_is_refused_on_either_side(region):
 
 @pytest.mark.parametrize("shape", [(256,), (2, 128, 128), ()])
 def test_fp8_that_is_no_matrix_is_refused(shape):
-    part = TensorPart.of(UP, torch.float8_e4m3fn, shape)
+    part = TensorPart.of(UP, FP8, shape)
     refused([[part]], [[part]], re.escape(UP))
 
 
@@ -246,7 +246,7 @@ def test_the_scales_of_a_region_are_those_of_quantizing_it_alone(rows, columns, 
     whole = quantize_blockwise(weight, scale_format="fp32")
     part = fp8("t", rows, columns).cut(region)
     cut = quantize_blockwise(weight[part.cut(((0, rows), (0, columns))).local(region)], scale_format="fp32")
-    (a, b), (c, d) = blocks_of(region)
+    (a, b), (c, d) = blocks_of(region, FP8)
     assert torch.equal(whole.scale_inv[a:b, c:d], cut.scale_inv)
     assert (part.data_bytes, part.scale_bytes) == (cut.data.nbytes, cut.scale_inv.nbytes)
     assert part.nbytes == part.data_bytes + part.scale_bytes

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8 import FP8
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
 from nemo_fp8rl.refit.route_plan import ALIGNMENT, BUCKETS, PIECE_BYTES, align_up, bucket_memory, plan
 
@@ -19,7 +19,7 @@ def rows(ranks: int) -> list[list[TensorPart]]:
     """Return the parts of so many ranks, with all matrices cut into bands of rows."""
     step = SHAPE[0] // ranks
     return [
-        [TensorPart.of(name, E4M3, SHAPE, ((i * step, (i + 1) * step), (0, SHAPE[1]))) for name in MATRICES]
+        [TensorPart.of(name, FP8, SHAPE, ((i * step, (i + 1) * step), (0, SHAPE[1]))) for name in MATRICES]
         for i in range(ranks)
     ]
 
@@ -57,7 +57,7 @@ def test_all_links_of_a_process_have_one_bound(trainer, copies, engine, engines,
 
 
 def test_one_link_has_the_whole_bound_and_sixteen_buckets():
-    large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", E4M3, (1 << 17, 1 << 14))]
+    large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", FP8, (1 << 17, 1 << 14))]
     assert plan(Sources([large]), [large], 64 << 20)[1] == [[64 << 20]]
     ((route,),), ((capacity,),) = plan(Sources([large]), [large], 256 << 20)
     total = sum(align_up(piece.nbytes) for piece in route)
@@ -73,7 +73,7 @@ def test_bucket_memory_is_that_of_the_process_which_has_most():
 
 
 def test_copies_of_a_rank_share_engines_and_have_larger_buckets():
-    large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", E4M3, (1 << 17, 1 << 14))]
+    large = [TensorPart.of("model.layers.0.mlp.up_proj.weight", FP8, (1 << 17, 1 << 14))]
     domains = [["here"]] * 4
     alone, shared = (
         plan(Sources([large] * copies, ["here"] * copies), [large], 64 << 20, 0, domains)[1][0] for copies in (1, 4)

@@ -51,7 +51,7 @@ def test_commands_quote_paths_and_name_the_latest_checkpoint(tmp_path):
     assert (
         "--resume grpo.max_num_epochs=6 grpo.max_num_steps=10" in next_commands(cfg, 9).plain
     )  # the epochs have ended it
-    cfg.nemo_fp8rl.engine_fp8 = False
+    cfg.nemo_fp8rl.quantizes_rollout = False
     assert "export" not in next_commands(cfg, 10).plain
 
 

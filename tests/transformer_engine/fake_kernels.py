@@ -18,8 +18,8 @@ from packaging.version import Version
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nemo_fp8rl.fp8 import BLOCK, BlockScaled, linear, quantize_blockwise
-from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS, E4M3
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, LinearRecipe, linear, quantize_blockwise
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, ALONG_TOKENS, E4M3
 from nemo_fp8rl.fp8.kernels.reference import block_scale, to_blocks
 from tests.interpreted_triton import interpret
 
@@ -242,7 +242,8 @@ def _operand(operand: Any, rowwise: bool) -> Tensor:
     else:
         spread = scales[:, :rows].t().repeat_interleave(128, 1)[:, :columns]
     scale_format = "pow2" if operand._quantizer.force_pow_2_scales else "fp32"
-    values = (data.view(E4M3).float() * spread).to(linear.operand_dtype(torch.bfloat16, scale_format))
+    dtype = LinearRecipe(scale_format=scale_format).operand_dtype(torch.bfloat16)
+    values = (data.view(E4M3).float() * spread).to(dtype)
     return values if rowwise else values.t().contiguous()  # as `fp8.linear` has it, or sums would differ
 
 

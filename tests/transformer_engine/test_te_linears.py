@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_fp8rl.fp8 import blockwise_fp8_linear
+from nemo_fp8rl.fp8 import LinearRecipe, quantized_linear
 from tests.transformer_engine.fake_kernels import fake_hopper
 
 pytestmark = pytest.mark.transformer_engine
@@ -25,7 +25,7 @@ def test_the_emulated_linear_is_transformer_engines(tokens, scale_format):
             y = layer(te_input)
         y.backward(dy)
     emulated_input, weight = x.clone().requires_grad_(), layer.weight.detach().clone().requires_grad_()
-    expected = blockwise_fp8_linear(emulated_input, weight, scale_format)
+    expected = quantized_linear(emulated_input, weight, LinearRecipe(scale_format=scale_format))
     expected.backward(dy)
     assert torch.equal(y, expected)
     assert torch.equal(te_input.grad, emulated_input.grad)

@@ -22,7 +22,7 @@ from nemo_fp8rl.commands.parity.formulas import FORMULAS
 from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, UnsupportedShapeError
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat, kernels
-from nemo_fp8rl.fp8.format import ALONG_LAST, BlockScaled
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, BlockScaled
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
 
 if TYPE_CHECKING:

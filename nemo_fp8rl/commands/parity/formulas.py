@@ -20,7 +20,7 @@ from torch import Tensor
 from nemo_fp8rl.commands.parity import transformer_engine
 from nemo_fp8rl.commands.parity.implementation import Implementation, UnsupportedShapeError
 from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat
-from nemo_fp8rl.fp8.format import ALONG_LAST, E4M3, E4M3_MAX, BlockScaled
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, E4M3, E4M3_MAX, BlockScaled
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
 
 VERL_EPS = VLLM_EPS = 1e-10

@@ -7,7 +7,7 @@ from typing import get_args
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat
-from nemo_fp8rl.fp8.format import ALONG_LAST, BlockScaled
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, BlockScaled
 
 FORMATS: tuple[ScaleFormat, ...] = get_args(ScaleFormat)
 BOTH: tuple[Block, ...] = (BLOCK, ALONG_LAST)

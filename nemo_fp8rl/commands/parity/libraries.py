@@ -23,7 +23,7 @@ from torch import Tensor
 from nemo_fp8rl.commands.parity import formulas
 from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, Quantize, UnsupportedShapeError
 from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat, kernels
-from nemo_fp8rl.fp8.format import ALONG_LAST, BlockScaled
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, BlockScaled
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
 
 NEMO_RL_SRC = "NEMO_RL_SRC"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Block, ScaleFormat
-from nemo_fp8rl.fp8.format import E4M3, E4M3_MAX, BlockScaled
+from nemo_fp8rl.fp8.block_scaled import E4M3, E4M3_MAX, BlockScaled
 
 MAGNITUDE = 0x7FFFFFFF
 FLOAT32_BIAS, E4M3_BIAS = 127, 7

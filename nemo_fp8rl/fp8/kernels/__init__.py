@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat
+from nemo_fp8rl.fp8.names import Block, KernelName, ScaleRule
 
 logger = logging.getLogger(__name__)
 
 _MODULE = {"reference": "reference", "cpu": "on_cpu.numba_kernel", "triton": "triton_kernels", "te": "te"}
+_FP4_MODULE = {"reference": "reference", "cpu": "reference", "triton": "reference"}
 _LIBRARY = {"cpu": "numba", "triton": "triton", "te": "transformer_engine"}
 _DEVICES = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",), "te": ("cuda",)}
 
@@ -43,13 +44,22 @@ class Kernel(Protocol):
     base:      E4M3 [E, N, K], the previous bytes; it may be `data`
     """
 
-    def quantize(self, x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
+    def quantize(self, x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
         """Fill data and scale_inv."""
 
     def quantize_delta(
-        self, x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
+        self, x: Tensor, block: Block, rule: ScaleRule, base: Tensor, data: Tensor, scale_inv: Tensor
     ) -> Delta | None:
         """Fill data and scale_inv, and return what differs from base; None if too much differs to list it."""
+
+
+class Fp4Kernel(Protocol):
+    """A module that quantizes x [E, N, K], of any strides, to E2M1; see `reference.quantize_fp4`."""
+
+    def quantize_fp4(
+        self, x: Tensor, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor
+    ) -> None:
+        """Fill data, contiguous, and scale_inv, contiguous."""
 
 
 @functools.cache
@@ -79,17 +89,34 @@ def load(name: KernelName, device: str) -> Kernel:
     return _module(resolve(name, device))
 
 
+def load_fp4(name: KernelName, device: str) -> Fp4Kernel:
+    """Return the module of E2M1 that belongs to the kernel that `name` stands for on a device type.
+
+    Raises: KernelError if that kernel has none
+    """
+    kernel = resolve(name, device)
+    if kernel not in _FP4_MODULE:
+        raise KernelError(f"FP8 kernel {kernel} does not quantize to FP4; take {', '.join(_FP4_MODULE)}, or auto")
+    return cast(Fp4Kernel, importlib.import_module(f"{__name__}.{_FP4_MODULE[kernel]}"))
+
+
 @functools.cache
 def _module(kernel: str) -> Kernel:
     return cast(Kernel, importlib.import_module(f"{__name__}.{_MODULE[kernel]}"))
 
 
 @functools.cache
-def load_emulation(device: str) -> Callable[[Tensor, Block, ScaleFormat, torch.dtype], Tensor]:
-    """Return quantize_dequantize(x, block, scale_format, dtype) of the cpu kernel where it runs, else of `emulate`."""
+def load_emulation(device: str) -> Callable[[Tensor, Block, ScaleRule, torch.dtype], Tensor]:
+    """Return quantize_dequantize(x, block, rule, dtype) of the cpu kernel where it runs, else of `emulate`."""
     if resolve("auto", device) == "cpu":
         return importlib.import_module(f"{__name__}.on_cpu.numba_kernel").quantize_dequantize
     return importlib.import_module(f"{__name__}.emulate").quantize_dequantize
+
+
+@functools.cache
+def load_fp4_emulation(device: str) -> Callable[[Tensor, Block, Tensor, bool, torch.dtype], Tensor]:
+    """Return quantize_dequantize_fp4(x, block, encode, flush, dtype), chosen as in `load_emulation`."""
+    return importlib.import_module(f"{__name__}.emulate").quantize_dequantize_fp4
 
 
 def describe(kernel: str) -> str:

@@ -5,22 +5,22 @@ from collections.abc import Callable
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.names import Block, ScaleFormat
+from nemo_fp8rl.fp8.names import Block, ScaleRule
 
-Quantize = Callable[[Tensor, Block, ScaleFormat, Tensor, Tensor], None]
-QuantizeDelta = Callable[[Tensor, Block, ScaleFormat, Tensor, Tensor, Tensor], Delta | None]
+Quantize = Callable[[Tensor, Block, ScaleRule, Tensor, Tensor], None]
+QuantizeDelta = Callable[[Tensor, Block, ScaleRule, Tensor, Tensor, Tensor], Delta | None]
 
 
 def make_quantize_delta(quantize: Quantize) -> QuantizeDelta:
     """Return the `quantize_delta` of a kernel, made from its `quantize`."""
 
     def quantize_delta(
-        x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
+        x: Tensor, block: Block, rule: ScaleRule, base: Tensor, data: Tensor, scale_inv: Tensor
     ) -> Delta | None:
         """Quantize x, then return what differs from base, E4M3 [E, N, K]; None if too much differs to list it."""
         if base.data_ptr() == data.data_ptr():
             base = base.clone()
-        quantize(x, block, scale_format, data, scale_inv)
+        quantize(x, block, rule, data, scale_inv)
         return Delta.between(base, data)
 
     return quantize_delta

@@ -9,9 +9,16 @@ the cache. `tests/fp8` checks that the result equals `reference` to the bit.
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.format import E4M3_MAX
-from nemo_fp8rl.fp8.kernels.reference import FLOAT32_EXPONENT_BITS, block_scale, from_blocks, to_blocks
-from nemo_fp8rl.fp8.names import Block, ScaleFormat
+from nemo_fp8rl.fp8.block_scaled import E4M3_MAX, e2m1_table
+from nemo_fp8rl.fp8.kernels.reference import (
+    FLOAT32_EXPONENT_BITS,
+    block_scale,
+    e2m1_codes,
+    fp4_scales,
+    from_blocks,
+    to_blocks,
+)
+from nemo_fp8rl.fp8.names import Block, ScaleRule
 
 MIN_NORMAL_EXPONENT = (127 - 6) << 23
 MANTISSA_SHIFT = (23 - 3) << 23
@@ -29,7 +36,7 @@ def round_to_e4m3(v: Tensor) -> Tensor:
     return (v + magic).sub_(magic).copysign_(v)  # a negative value that rounds to zero keeps its sign, as in E4M3
 
 
-def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtype: torch.dtype) -> Tensor:
+def quantize_dequantize(x: Tensor, block: Block, rule: ScaleRule, dtype: torch.dtype) -> Tensor:
     """Return the values that `reference.quantize` stores for x [N, K], as [N, K] in `dtype`.
 
     E4M3 times a power of two is exact in bfloat16, so with pow2 scales `dtype` may be bfloat16 without loss.
@@ -39,7 +46,19 @@ def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtyp
     for start in range(0, x.size(0), rows):
         part = x[None, start : start + rows]
         blocks = to_blocks(part, block)
-        scale = block_scale(blocks, x.dtype, scale_format)
+        scale = block_scale(blocks, x.dtype, rule)
         values = round_to_e4m3((blocks * scale).clamp_(-E4M3_MAX, E4M3_MAX)).mul_(1.0 / scale)
         out[start : start + rows] = from_blocks(values, part.shape)[0]
     return out
+
+
+def quantize_dequantize_fp4(x: Tensor, block: Block, encode: Tensor, flush: bool, dtype: torch.dtype) -> Tensor:
+    """Return the values that `reference.quantize_fp4` stores for x [N, K], as [N, K] in `dtype`.
+
+    encode: float32 [1], or [N], one factor per row, with blocks of one row
+    """
+    blocks = to_blocks(x[None], block)
+    scale, inverse = fp4_scales(blocks, encode[None], flush)
+    decode = torch.div(torch.ones_like(encode), encode)[None, :, None, None, None]
+    elements = e2m1_table(x.device)[e2m1_codes(blocks * scale).int()]
+    return from_blocks(elements * (inverse.float() * decode), x[None].shape)[0].to(dtype)

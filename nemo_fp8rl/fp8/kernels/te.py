@@ -18,22 +18,22 @@ import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-from nemo_fp8rl.fp8.format import ALONG_LAST, ALONG_TOKENS
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, ALONG_TOKENS
 from nemo_fp8rl.fp8.gpu_support import BLACKWELL
 from nemo_fp8rl.fp8.kernels.compare_bytes import make_quantize_delta
 from nemo_fp8rl.fp8.kernels.reference import to_blocks
-from nemo_fp8rl.fp8.names import BLOCK, Block, ScaleFormat
+from nemo_fp8rl.fp8.names import BLOCK, Block, ScaleRule
 
 MAX_ROWS = 128 * 65535
 """Most rows of a matrix: each 128 rows are a step in the second dimension of Transformer Engine's grid."""
 
 
-def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
+def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x; see `Kernel`.
 
     Raises: ValueError for a block, shape or scale format that Transformer Engine does not support
     """
-    _refuse_unsupported(x, block, scale_format)
+    _refuse_unsupported(x, block, rule)
     if x.numel() == 0:
         return
     quantizer = Float8BlockQuantizer(
@@ -41,7 +41,7 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
         rowwise=True,  # with 128x1 as well: versions up to 2.7 refuse columns alone
         columnwise=block == ALONG_TOKENS,
         amax_epsilon=0.0,
-        force_pow_2_scales=scale_format == "pow2",
+        force_pow_2_scales=rule == "pow2",
         block_scaling_dim=2 if block == BLOCK else 1,
     )
     with torch.cuda.device_of(x):
@@ -62,10 +62,12 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
 quantize_delta = make_quantize_delta(quantize)
 
 
-def _refuse_unsupported(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
+def _refuse_unsupported(x: Tensor, block: Block, rule: ScaleRule) -> None:
+    if rule == "e8m0":
+        raise ValueError("the te kernel quantizes to blockwise FP8 alone; take reference, cpu or triton for MXFP8")
     if block not in (BLOCK, ALONG_LAST, ALONG_TOKENS):
         raise ValueError(f"Transformer Engine quantizes in blocks of 128x128, 1x128 and 128x1, not of {block}")
     if x.size(1) > MAX_ROWS:
         raise ValueError(f"Transformer Engine quantizes matrices of up to {MAX_ROWS} rows, not of {x.size(1)}")
-    if scale_format == "fp32" and torch.cuda.get_device_capability(x.device) >= BLACKWELL:
+    if rule == "fp32" and torch.cuda.get_device_capability(x.device) >= BLACKWELL:
         raise ValueError("Transformer Engine has no fp32 scales on Blackwell, where it emulates blocks with MXFP8's")

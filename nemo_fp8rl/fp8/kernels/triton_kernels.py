@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import as_bytes
 from nemo_fp8rl.fp8.kernels.compare_bytes import make_quantize_delta
-from nemo_fp8rl.fp8.names import Block, ScaleFormat
+from nemo_fp8rl.fp8.names import Block, ScaleRule
 
 STRIP_VALUES = 1 << 14
 """Values handled at a time: a block of 128x128, which in strips takes longer (docs/decisions.md)."""
@@ -112,7 +112,7 @@ def quantize_tile(
         tl.store(data + (expert * n + row) * k + column, code, mask=inside)
 
 
-def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
+def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x; see `Kernel`.
 
     Raises: ValueError for a block that a program cannot hold
@@ -128,7 +128,7 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
         quantize_tile[(tiles,)](
             x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
             *x.shape[1:], *x.stride(), *scale_inv.stride(), torch.finfo(x.dtype).max,
-            *block, rows, columns, strips, scale_format == "pow2", native,
+            *block, rows, columns, strips, rule == "pow2", native,
             num_warps=triton.next_power_of_2(max(1, min(16, warps))), enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -11,12 +11,12 @@ from vllm.model_executor.layers.fused_moe.moe_fused_mul_sum import moe_fused_mul
 from vllm.triton_utils import tl
 
 from nemo_fp8rl.fp8 import BLOCK, quantize_activations
-from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedMoEMethod
 
 COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class NativeFp8MoEMethod(Fp8MoEMethod):
+class NativeFp8MoEMethod(QuantizedMoEMethod):
     """Multiplies the stored weights themselves."""
 
     kernel_name = "fused_moe_kernel (Triton)"

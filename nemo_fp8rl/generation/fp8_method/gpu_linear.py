@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import quantize_activations
-from nemo_fp8rl.fp8.format import E4M3
-from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod
+from nemo_fp8rl.fp8.block_scaled import E4M3
+from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedLinearMethod
 
 HOPPER = 90
 
@@ -45,7 +45,7 @@ KERNELS = (
 
 
 @register_weight_loader_v2_supported_method
-class NativeFp8LinearMethod(Fp8LinearMethod):
+class NativeFp8LinearMethod(QuantizedLinearMethod):
     """Multiplies the stored weights themselves."""
 
     def prepare(self, layer: Any, dtype: torch.dtype) -> None:

@@ -12,20 +12,20 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8KVCacheMet
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from nemo_fp8rl.fp8 import Fp8Layers, ScaleFormat
+from nemo_fp8rl.fp8 import FORMATS, Fp8Layers, LinearRecipe
 from nemo_fp8rl.fp8.kernels import load, load_emulation
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, Fp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedLinearMethod, QuantizedMoEMethod
 
 
 class NemoFp8RlConfig(Fp8Config):
-    """Blockwise FP8 with the scale format of `nemo_fp8rl.fp8`, in the layers that the config names.
+    """A format of `nemo_fp8rl.fp8`, in the layers that the config names. vLLM knows it as a kind of FP8.
 
     The config comes from `quant_method: nemo_fp8rl`, or from an exported checkpoint; `from_config` raises ValueError on
     any other.
     """
 
-    scale_format: ScaleFormat = "pow2"
+    recipe: LinearRecipe = LinearRecipe()
     is_aligned: bool = False
     """True where the engine computes by the operations that it shares with the trainer (`shared_ops`)."""
     uses_flash_attention_3: bool = False
@@ -50,7 +50,7 @@ class NemoFp8RlConfig(Fp8Config):
         if first == end and cls is not SharedBf16Config:
             return SharedBf16Config.from_config(config)
         method = cast(NemoFp8RlConfig, super().from_config(config))
-        method.scale_format = config["scale_format"]
+        method.recipe = LinearRecipe(FORMATS[config.get("format", "fp8")], config["scale_format"])
         method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         method.is_aligned = config.get("is_aligned", False)
         method.uses_flash_attention_3 = config.get("uses_flash_attention_3", False)
@@ -66,12 +66,12 @@ class NemoFp8RlConfig(Fp8Config):
         if self.is_aligned and (shared := self._shared_method(layer, prefix)):
             return shared
         if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
-            return experts(layer.moe_config, self.scale_format)
+            return experts(layer.moe_config, self.recipe)
         if isinstance(layer, Attention) and not self._has_refits:
             return Fp8KVCacheMethod(self)  # takes the scales of an FP8 cache from the checkpoint, or warns
         if not isinstance(layer, LinearBase):
             return None
-        return linear(self.scale_format) if self.fp8_layers.quantizes(prefix) else UnquantizedLinearMethod()
+        return linear(self.recipe) if self.fp8_layers.quantizes(prefix) else UnquantizedLinearMethod()
 
     def _shared_method(self, layer: Any, prefix: str) -> Any:
         """Return the method of an aligned engine for a layer that multiplies; None for attention."""
@@ -82,12 +82,12 @@ class NemoFp8RlConfig(Fp8Config):
             return linears.SharedEmbeddingMethod()
         if isinstance(layer, RoutedExperts):
             if self.fp8_layers.quantizes(prefix):
-                return experts.SharedFp8MoEMethod(layer.moe_config, self.scale_format)
+                return experts.SharedFp8MoEMethod(layer.moe_config, self.recipe)
             return experts.SharedMoEMethod(layer.moe_config)
         if not isinstance(layer, LinearBase):
             return None
         if self.fp8_layers.quantizes(prefix):
-            return linears.SharedFp8LinearMethod(self.scale_format)
+            return linears.SharedFp8LinearMethod(self.recipe)
         return linears.SharedLinearMethod()
 
     @functools.cached_property
@@ -114,17 +114,17 @@ def _register_shared_operations() -> None:
     register_shared_operations()
 
 
-def methods_for_device() -> tuple[type[Fp8LinearMethod], type[Fp8MoEMethod]]:
+def methods_for_device() -> tuple[type[QuantizedLinearMethod], type[QuantizedMoEMethod]]:
     """Return the methods of linear layers and of experts for this device. Raises ValueError where there are none.
 
     The quantizer is chosen and imported here, where vLLM builds the model, not when it traces or captures a forward.
     """
     if current_platform.is_cpu():
         load_emulation("cpu")
-        from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
-        from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod
+        from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedMoEMethod
+        from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedLinearMethod
 
-        return EmulatedFp8LinearMethod, EmulatedFp8MoEMethod
+        return EmulatedLinearMethod, EmulatedMoEMethod
     if not current_platform.is_cuda():
         raise ValueError(f"quantization {NemoFp8RlConfig.get_name()} runs on CPUs and on NVIDIA's GPUs")
     load("auto", "cuda")

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable
 
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
+from nemo_fp8rl.fp8 import FP8, Format, Fp8Layers
 from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION
 
 
 def quantization_config(
-    scale_format: str, fp8_layers: Fp8Layers, is_aligned: bool = False, uses_flash_attention_3: bool = False
+    scale_format: str,
+    fp8_layers: Fp8Layers,
+    is_aligned: bool = False,
+    uses_flash_attention_3: bool = False,
+    format: Format = FP8,
 ) -> dict[str, object]:
     """Return the block for a model that our method serves, in HF's form.
 
@@ -20,7 +24,8 @@ def quantization_config(
         "quant_method": QUANTIZATION,
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
+        "weight_block_size": list(format.weight_block),
+        "format": format.name,
         "scale_format": scale_format,
         "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored_words)],
         **{name: True for name, is_set in flags.items() if is_set},

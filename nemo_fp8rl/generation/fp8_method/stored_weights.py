@@ -3,8 +3,7 @@
 They use what vLLM offers to out-of-tree quantization: a `LinearMethodBase`, a `FusedMoEMethodBase`, vLLM's parameter
 classes (so that its weight loaders fuse q, k, v and gate, up), and layerwise reload, which calls
 `process_weights_after_loading` again after every refit. Subclasses multiply: `on_cpu/emulated_linear` and
-`on_cpu/emulated_experts`, or `gpu_linear` and `gpu_experts`, all with the same weights and scales. vLLM's own FP8
-methods have the same two names (layers/quantization/fp8.py) and are other classes.
+`on_cpu/emulated_experts`, or `gpu_linear` and `gpu_experts`, all with the same weights and scales.
 """
 
 from typing import Any
@@ -15,11 +14,10 @@ from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
+from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 
-from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, scale_shape
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8 import BlockScaled, LinearRecipe, empty_block_scaled
 
 
 class PlainLinearMethod(LinearMethodBase):
@@ -45,16 +43,19 @@ class PlainLinearMethod(LinearMethodBase):
         """Do nothing: the kernel reads the stored weights."""
 
 
-class Fp8LinearMethod(LinearMethodBase):
-    """Stores `weight` [N, K] (E4M3) and `weight_scale_inv` [ceil(N/128), ceil(K/128)] (float32).
+class QuantizedLinearMethod(LinearMethodBase):
+    """Stores `weight` [N, K] and its scales as they come over the wire, by the names that checkpoints have.
+
+    There is one row of scales for each row of blocks. A global scale is float32 [parts], one for each matrix that
+    vLLM fuses. What a kernel reads in another form is derived from them.
 
     kernel_name:  the name of the kernel that multiplies them
     """
 
     kernel_name: str
 
-    def __init__(self, scale_format: ScaleFormat) -> None:
-        self.scale_format = scale_format
+    def __init__(self, recipe: LinearRecipe) -> None:
+        self.recipe, self.format, self.scale_format = recipe, recipe.format, recipe.scale_format
 
     def create_weights(
         self,
@@ -66,20 +67,27 @@ class Fp8LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        shape = sum(output_partition_sizes), input_size_per_partition
-        if any(size % BLOCK[0] for size in output_partition_sizes[:-1]):
-            raise ValueError(f"parts of {output_partition_sizes} rows do not start at multiples of {BLOCK[0]}")
+        shape, block = (sum(output_partition_sizes), input_size_per_partition), self.format.weight_block
+        if any(size % block[0] for size in output_partition_sizes[:-1]):
+            raise ValueError(f"parts of {output_partition_sizes} rows do not start at multiples of {block[0]}")
         loader = extra["weight_loader"]
-        layer.weight_block_size = list(BLOCK)  # read by vLLM's loaders when they place the scales of a fused part
-        weight = torch.empty(shape, dtype=E4M3)
-        scale = torch.empty(scale_shape(shape, BLOCK), dtype=torch.float32)
-        layer.register_parameter(
-            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)
-        )
-        layer.register_parameter(
-            "weight_scale_inv", BlockQuantScaleParameter(data=scale, input_dim=1, output_dim=0, weight_loader=loader)
-        )
+        layer.weight_block_size = list(block)  # read by vLLM's loaders when they place the scales of a fused part
+        stored = empty_block_scaled(shape, self.format, block, torch.get_default_device())
+        dims = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
+        layer.register_parameter("weight", ModelWeightParameter(data=stored.data, **dims))
+        scales = BlockQuantScaleParameter(data=stored.scale_inv, **dims)
+        layer.register_parameter(self.format.scale_name("weight"), scales)
+        if self.format.has_global:
+            of_parts = torch.ones(len(output_partition_sizes), dtype=torch.float32)
+            parameter = PerTensorScaleParameter(data=of_parts, weight_loader=loader)
+            layer.register_parameter(self.format.global_name("weight"), parameter)
         self.prepare(layer, params_dtype)
+
+    def stored(self, layer: Any) -> BlockScaled:
+        """Return the weight that the layer stores. The parts of a fused weight have one global scale."""
+        scale_inv = getattr(layer, self.format.scale_name("weight")).data
+        global_scale = getattr(layer, self.format.global_name("weight")).data[0] if self.format.has_global else None
+        return BlockScaled(layer.weight.data, scale_inv, self.format.weight_block, self.format, global_scale)
 
     def prepare(self, layer: Any, dtype: torch.dtype) -> None:
         """Prepare the multiplication for a layer whose parameters exist.
@@ -139,12 +147,15 @@ class PlainMoEMethod(MoEMethod):
         """Do nothing: the kernel reads the stored weights."""
 
 
-class Fp8MoEMethod(MoEMethod):
-    """Stores `w13_weight` [E, 2 * I, H] and `w2_weight` [E, H, I] (E4M3) with their scales (float32)."""
+class QuantizedMoEMethod(MoEMethod):
+    """Stores `w13_weight` [E, 2 * I, H] and `w2_weight` [E, H, I] with their scales, as `QuantizedLinearMethod` does.
 
-    def __init__(self, moe: FusedMoEConfig, scale_format: ScaleFormat) -> None:
+    A global scale is float32 [E, 2], of gate and up, or [E, 1].
+    """
+
+    def __init__(self, moe: FusedMoEConfig, recipe: LinearRecipe) -> None:
         super().__init__(moe)
-        self.scale_format = scale_format
+        self.recipe, self.format, self.scale_format = recipe, recipe.format, recipe.scale_format
 
     def create_weights(
         self,
@@ -155,21 +166,36 @@ class Fp8MoEMethod(MoEMethod):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        if intermediate_size_per_partition % BLOCK[0]:
-            raise ValueError(f"experts of {intermediate_size_per_partition} rows do not end at multiples of {BLOCK[0]}")
-        layer.weight_block_size = list(BLOCK)  # read by vLLM's loaders when they place the scales
+        block = self.format.weight_block
+        if intermediate_size_per_partition % block[0]:
+            raise ValueError(f"experts of {intermediate_size_per_partition} rows do not end at multiples of {block[0]}")
+        layer.weight_block_size = list(block)  # read by vLLM's loaders when they place the scales
         shapes = {
             "w13": (2 * intermediate_size_per_partition, hidden_size),
             "w2": (hidden_size, intermediate_size_per_partition),
         }
         for name, shape in shapes.items():
-            weight = torch.empty(num_experts, *shape, dtype=E4M3)
-            scale = torch.empty(num_experts, *scale_shape(shape, BLOCK), dtype=torch.float32)
-            for leaf, data, more in (
-                ("weight", weight, {}),
-                ("weight_scale_inv", scale, {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}),
-            ):
+            stored = empty_block_scaled((num_experts, *shape), self.format, block, torch.get_default_device())
+            weight = f"{name}_weight"
+            tensors: list[tuple[str, Tensor, dict[str, str]]] = [(weight, stored.data, {})]
+            tensors.append((self.format.scale_name(weight), stored.scale_inv, _scale_kind("BLOCK")))
+            if self.format.has_global:
+                of_parts = torch.ones(num_experts, 2 if name == "w13" else 1, dtype=torch.float32)
+                tensors.append((self.format.global_name(weight), of_parts, _scale_kind("TENSOR")))
+            for leaf, data, more in tensors:
                 parameter = torch.nn.Parameter(data, requires_grad=False)
-                layer.register_parameter(f"{name}_{leaf}", parameter)
+                layer.register_parameter(leaf, parameter)
                 set_weight_attrs(parameter, extra | more)
         layer.activations_dtype = params_dtype
+
+    def stored(self, layer: Any, name: str) -> BlockScaled:
+        """Return the stack of weights that the layer stores. name: w13 or w2"""
+        name += "_weight"
+        scale_inv = getattr(layer, self.format.scale_name(name)).data
+        global_scale = getattr(layer, self.format.global_name(name)).data[:, 0] if self.format.has_global else None
+        return BlockScaled(getattr(layer, name).data, scale_inv, self.format.weight_block, self.format, global_scale)
+
+
+def _scale_kind(name: str) -> dict[str, str]:
+    """Return the attribute by which vLLM's loader of experts chooses how it places a scale."""
+    return {"quant_method": FusedMoeWeightScaleSupported[name].value}

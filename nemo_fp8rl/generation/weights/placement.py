@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from nemo_fp8rl.common.region import Region, full_region
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_shape
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8 import Format, Fp8Layers
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
@@ -34,6 +33,7 @@ class Slot:
     module:     vLLM's module
     parameter:  the name of the module's parameter
     top:        the parameter's row at which the part begins
+    position:   the position among the matrices that vLLM fuses in the parameter
     expert:     the position in a stack of experts, None without a stack
     """
 
@@ -41,20 +41,26 @@ class Slot:
     module: nn.Module
     parameter: str
     top: int = 0
+    position: int = 0
     expert: int | None = None
 
     def content(self) -> Content | None:
         """Return views of the part in memory; None where vLLM stores the tensor in another form."""
-        data = self._part_of(getattr(self.module, self.parameter).data, self.part.size, self.top)
+        data, format = self._part_of(self.parameter, self.part.data_shape, self.top), self.part.format
         if data is None or data.dtype != self.part.torch_dtype:
             return None
-        if not self.part.is_fp8:
+        if format is None:
             return Content(data)
-        scale_inv = getattr(self.module, f"{self.parameter}_scale_inv").data
-        scales = self._part_of(scale_inv, scale_shape(self.part.size, BLOCK), self.top // BLOCK[0])
-        return Content(data, scales) if scales is not None else None
+        top = self.top // format.weight_block[0]
+        scales = self._part_of(format.scale_name(self.parameter), self.part.scale_shape, top)
+        if scales is None or not format.has_global:
+            return Content(data, scales) if scales is not None else None
+        of_parts = getattr(self.module, format.global_name(self.parameter)).data
+        of_parts = of_parts if self.expert is None else of_parts[self.expert]
+        return Content(data, scales, of_parts[self.position : self.position + 1])
 
-    def _part_of(self, parameter: Tensor, size: tuple[int, ...], top: int) -> Tensor | None:
+    def _part_of(self, name: str, size: tuple[int, ...], top: int) -> Tensor | None:
+        parameter = getattr(self.module, name).data
         if parameter.dim() != len(size) + (self.expert is not None):
             return None
         tensor = parameter if self.expert is None else parameter[self.expert]
@@ -62,52 +68,52 @@ class Slot:
         return rows if rows.shape == size else None
 
 
-def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Layers) -> dict[str, Slot]:
+def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Layers, format: Format) -> dict[str, Slot]:
     """Return the slots, by HF name, of all tensors that this rank stores, KV scales excepted.
 
     Names come from the model's parameters; fused ones are taken apart by the model's own table. Shapes come from
     config.json. vLLM accepts a load that leaves tensors out, so this list decides whether a refit is complete.
 
-    dtype:   the model's, which loaders expect for tensors that are not FP8; vLLM may store another (a bias on AMX is
-             float32)
+    dtype:   the model's, which loaders expect for tensors that are not quantized; vLLM may store another (a bias on
+             AMX is float32)
+    format:  of the tensors that `fp8_layers` quantize
     Raises:  RefitError where the model is not that of config.json
     """
     shapes = expected_tensors(hf)
     found: dict[str, Slot] = {}
     known: set[str] = set()
     for path, _ in model.named_parameters():
-        if path.endswith("_scale_inv"):
+        if path.endswith((format.scale_name("weight"), format.global_name("weight"))):
             continue
         above, _, leaf = path.rpartition(".")
         module = model.get_submodule(above)
-        for name, expert in _names(model, path, module, hf):
+        for name, position, expert in _names(model, path, module, hf):
             known.add(name)
             if name not in shapes:
                 continue
             region, top = _place(name, shapes[name], module, hf)
             if expert is None or expert >= 0:
-                wire_dtype = E4M3 if fp8_layers.quantizes(name) else dtype
-                part = TensorPart.of(name, wire_dtype, shapes[name], region)
-                found[name] = Slot(part, module, leaf, top, expert)
+                part = TensorPart.of(name, format if fp8_layers.quantizes(name) else dtype, shapes[name], region)
+                found[name] = Slot(part, module, leaf, top, position, expert)
     if odd := sorted(known ^ set(shapes)):
         raise RefitError(f"the engine's model and its config.json differ in {len(odd)} tensors, such as {odd[0]}")
     return found
 
 
-def _names(model: Any, path: str, module: Any, hf: HfConfig) -> Iterator[tuple[str, int | None]]:
-    """Yield the HF names of the tensors in a parameter, each with the expert's position in this rank's stack.
+def _names(model: Any, path: str, module: Any, hf: HfConfig) -> Iterator[tuple[str, int, int | None]]:
+    """Yield the HF names of the tensors in a parameter, each with its position among fused matrices and the expert.
 
-    The position is -1 for an expert of another rank, None without experts.
+    The expert is its position in this rank's stack, -1 for an expert of another rank, None without experts.
     """
     *above, module_name, leaf = path.split(".")
     if module_name == "routed_experts":
         for expert in range(hf.num_experts):
             place = expert if module.expert_map is None else int(module.expert_map[expert])
-            for projection in EXPERT_PROJECTIONS[leaf]:
-                yield ".".join([*above, str(expert), projection, "weight"]), place
+            for position, projection in enumerate(EXPERT_PROJECTIONS[leaf]):
+                yield ".".join([*above, str(expert), projection, "weight"]), position, place
         return
-    for part in model.packed_modules_mapping.get(module_name, [module_name]):
-        yield ".".join([*above, part, leaf]), None
+    for position, part in enumerate(model.packed_modules_mapping.get(module_name, [module_name])):
+        yield ".".join([*above, part, leaf]), position, None
 
 
 def _place(name: str, shape: tuple[int, ...], module: Any, hf: HfConfig) -> tuple[Region, int]:

@@ -18,24 +18,28 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from nemo_fp8rl.common.region import region_slices
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, scale_name, scale_shape
+from nemo_fp8rl.common.region import full_region
+from nemo_fp8rl.fp8 import FP8, Fp8Layers
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, MoEMethod, PlainLinearMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import MoEMethod, PlainLinearMethod, QuantizedLinearMethod
 from nemo_fp8rl.generation.weights.placement import Slot, slots
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest
 from nemo_fp8rl.refit.digest import bytes_of
-from nemo_fp8rl.refit.manifest import RefitError, TensorPart, blocks_of
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
 
-DIRECT: tuple[type, ...] = (Fp8LinearMethod, MoEMethod, PlainLinearMethod, UnquantizedEmbeddingMethod)
+DIRECT: tuple[type, ...] = (QuantizedLinearMethod, MoEMethod, PlainLinearMethod, UnquantizedEmbeddingMethod)
 """Methods whose derived tensors can be computed again from the parameters; a module without a method derives none."""
 if current_platform.is_cuda():
     DIRECT += (UnquantizedLinearMethod,)  # on a CPU this method packs its weights
+
+
+NAN_BYTE = 255
+"""A byte that makes NaN in every dtype but E2M1, which has none."""
 
 
 class WeightStore:
@@ -51,7 +55,9 @@ class WeightStore:
         self.model: Any = model_runner.get_model()
         config = model_runner.vllm_config
         fp8_layers = config.quant_config.fp8_layers if config.quant_config else Fp8Layers.none()
-        self.slots = slots(self.model, read_hf_config(config.model_config.model), config.model_config.dtype, fp8_layers)
+        format = config.quant_config.recipe.format if config.quant_config else FP8
+        hf, dtype = read_hf_config(config.model_config.model), config.model_config.dtype
+        self.slots = slots(self.model, hf, dtype, fp8_layers, format)
         self.direct_names: frozenset[str] = frozenset()
         self.version = -1
         self.verify_seconds = 0.0
@@ -219,8 +225,9 @@ class _VersionLoad:
                 raise RefitError(f"refit {self.version}: {item.part.name}: {error}") from None
             if not target.data.is_contiguous():
                 target.data.copy_(contiguous)
-        if target.scale_inv is not None and item.scale_inv is not None:
-            target.scale_inv.copy_(item.scale_inv)
+        for stored, received in zip((target.scale_inv, target.global_scale), item.scales, strict=True):
+            if stored is not None and received is not None:
+                stored.copy_(received)
         self.written.add(item.part.name)
         if self.verify:  # now, while the bytes are in the processor's cache
             self._verify_stored(item.part.name, target, item.digest)
@@ -279,24 +286,27 @@ class _Assembly:
         self.part, self.missing = part, part.data_bytes
         if part.size != part.shape:
             device = torch.device("cpu")  # which has room for the parts of other ranks
-        self.data = torch.empty(part.shape, dtype=part.torch_dtype, device=device)
-        scales = scale_shape(part.shape, BLOCK) if part.is_fp8 else ()
-        self.scale_inv = torch.full(scales, torch.nan, device=device) if part.is_fp8 else None
-        if part.size != part.shape and not part.is_fp8:
-            self.data.fill_(torch.nan)
+        self.whole = TensorPart(part.name, part.dtype, part.shape, full_region(part.shape))
+        payload = torch.empty(self.whole.nbytes, dtype=torch.uint8, device=device)
+        if part.size != part.shape:
+            payload.fill_(NAN_BYTE)
+        self.content = Content.of(self.whole, payload)
 
     def add(self, piece: TensorPart, content: Content) -> bool:
         """Add a piece; return True when it was the last."""
-        self.data[region_slices(piece.region)] = content.data
-        if self.scale_inv is not None and content.scale_inv is not None:
-            self.scale_inv[region_slices(blocks_of(piece.region))] = content.scale_inv
+        place = self.content.cut(self.whole, piece.region)
+        for tensor, received in zip(place.tensors, content.tensors, strict=True):
+            tensor.copy_(received)
         self.missing -= piece.data_bytes
         return self.missing == 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield self.part.name, self.data
-        if self.scale_inv is not None:
-            yield scale_name(self.part.name), self.scale_inv
+        name, format = self.part.name, self.part.format
+        yield name, self.content.data
+        if format is not None and self.content.scale_inv is not None:
+            yield format.scale_name(name), self.content.scale_inv
+        if format is not None and self.content.global_scale is not None:
+            yield format.global_name(name), self.content.global_scale
 
 
 def stored_kv_scales(caches: Mapping[tuple[str, str, str], Any]) -> dict[str, list[Content]]:

@@ -24,7 +24,7 @@ from nemo_fp8rl.fp8 import can_vllm_read_fp8_cache
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.answers.expert_routes import RouteRecorder
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
-from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8LinearMethod, MoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import MoEMethod, QuantizedLinearMethod
 from nemo_fp8rl.generation.weights.weight_store import WeightStore
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -149,7 +149,7 @@ class RefitWorkerExtension:
         """Return the kernels of FP8 layers, vLLM's attention backend, and the mode of its CUDA graphs, in words."""
         modules = list(self.model_runner.get_model().modules())
         methods = (getattr(module, "quant_method", None) for module in modules)
-        fp8 = {m.kernel_name for m in methods if isinstance(m, Fp8LinearMethod | MoEMethod)}
+        fp8 = {m.kernel_name for m in methods if isinstance(m, QuantizedLinearMethod | MoEMethod)}
         attention = {f"attention: {m.attn_backend.get_name()}" for m in modules if isinstance(m, Attention)}
         if any(getattr(m.impl, "emulates", False) for m in modules if isinstance(m, Attention)):
             attention.add("FP8 KV cache: emulated")

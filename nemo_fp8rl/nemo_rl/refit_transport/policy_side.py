@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import single_line
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, NonFiniteError, quantize_blockwise, quantize_delta
+from nemo_fp8rl.fp8.block_scaled import count_nans
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.format import count_nans
 from nemo_fp8rl.nemo_rl.refit_transport.settings import TIMEOUT, Settings
 from nemo_fp8rl.nemo_rl.refit_transport.weight_stream import read_stream
 from nemo_fp8rl.nemo_rl.refit_transport.wire import Entry, LinkWriter, Store

@@ -218,6 +218,6 @@ class _Incoming:
 
 
 def _scales(band: TensorPart, data: Tensor) -> Tensor:
-    scales = scales_of(band, data)
+    scales = scales_of(band, data)[0]
     assert scales is not None
     return scales

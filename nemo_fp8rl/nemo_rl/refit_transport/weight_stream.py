@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import BLOCK, BlockScaled, Fp8Layers, scale_name, scale_shape
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8 import BLOCK, FP8, BlockScaled, Format, Fp8Layers, scale_name, scale_shape
+from nemo_fp8rl.fp8.block_scaled import E4M3
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 
 SCALE = scale_name("")
@@ -26,20 +26,20 @@ def read_stream(
     for name, tensor in weights:
         weight = name.removesuffix(SCALE)
         if tensor.dtype is not E4M3 and name == weight:
-            dtype = E4M3 if layers.quantizes(name) else tensor.dtype
+            dtype = FP8 if layers.quantizes(name) else tensor.dtype
             yield _part(name, dtype, tensor.shape), tensor.detach()
         elif (other := unpaired.pop(weight, None)) is None:
             unpaired[weight] = tensor.detach()
         else:
             data, scales = (other, tensor) if other.dtype is E4M3 else (tensor, other)
-            yield _part(weight, E4M3, data.shape), _pair(weight, data.detach(), scales.detach())
+            yield _part(weight, FP8, data.shape), _pair(weight, data.detach(), scales.detach())
     for name, tensor in unpaired.items():
         missing = f"{name} arrived in FP8 without {scale_name(name)}"
         raise RefitError(missing if tensor.dtype is E4M3 else f"{scale_name(name)} arrived without an FP8 {name}")
 
 
-def _part(name: str, dtype: torch.dtype, shape: torch.Size) -> TensorPart:
-    if dtype is E4M3 and len(shape) != 2:
+def _part(name: str, dtype: torch.dtype | Format, shape: torch.Size) -> TensorPart:
+    if dtype is FP8 and len(shape) != 2:
         raise RefitError(
             f"{name} has the shape {list(shape)}: FP8 on the wire is for matrices; leave its layer, or its name, out "
             "of fp8_layers"

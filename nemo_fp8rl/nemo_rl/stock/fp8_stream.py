@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import Fp8Layers, NonFiniteError, ScaleFormat, quantize_blockwise, scale_name
-from nemo_fp8rl.fp8.format import E4M3, are_powers_of_two, count_nans, describe_non_finite, is_finite
+from nemo_fp8rl.fp8.block_scaled import E4M3, are_powers_of_two, count_nans, describe_non_finite, is_finite
 from nemo_fp8rl.nemo_rl.recipe.precision import SCALES_KEY
 from nemo_fp8rl.nemo_rl.stock.layer_agreement import is_kv_scale
 

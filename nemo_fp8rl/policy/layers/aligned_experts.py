@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from nemo_fp8rl.policy.layers.linears import Fp8Matmul
+from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 from nemo_fp8rl.policy.on_cpu.avx_experts import linear_in_kernel_order, silu_product_in_kernel_order
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import experts_are_dense_mlps, experts_sum_in_order, round_as_kernel
 
@@ -52,12 +52,12 @@ class AlignedExperts(SequentialMLP):
         return out * permuted_probs.float().unsqueeze(-1), None
 
 
-def _is_fp8(expert: MLP) -> bool:
-    return isinstance(expert.linear_fc1, Fp8Matmul)
+def _is_quantized(expert: MLP) -> bool:
+    return isinstance(expert.linear_fc1, QuantizedMatmul)
 
 
 def _is_dense_mlp(expert: MLP) -> bool:
-    return _is_fp8(expert) or experts_are_dense_mlps()
+    return _is_quantized(expert) or experts_are_dense_mlps()
 
 
 def _run_expert(expert: MLP, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import ScaleFormat, blockwise_fp8_linear
+from nemo_fp8rl.fp8 import LinearRecipe, quantized_linear
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 
 
@@ -58,14 +58,30 @@ class CustomMatmul:
         return self.matmul(input, weight, bias, self.out_dtype(input))
 
 
-class Fp8Matmul(Fp8MatmulLayer, CustomMatmul):
-    """The FP8 matmul of `fp8.linear`; it adds a bias to the rounded product, as the engine's linear does."""
+class QuantizedMatmul(Fp8MatmulLayer, CustomMatmul):
+    """The matmul of `fp8.linear`; it adds a bias to the rounded product, as the engine's linear does.
+
+    weight_encode:  float32 [], the factor of the weight's global scale, in a format that has one (`GlobalScales`)
+    """
 
     kernel_name = "fp8.linear (emulated)"
-    scale_format: ScaleFormat
+    recipe: LinearRecipe
+    weight_encode: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        encode = torch.ones((), dtype=torch.float32) if self.recipe.format.has_global else None
+        self.register_buffer("weight_encode", encode, persistent=False)  # type: ignore[attr-defined]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave the factor in float32 where Megatron casts the whole model; it is 1 until then."""
+        super()._apply(*args, **kwargs)  # type: ignore[misc]
+        if self.weight_encode is not None:
+            self.weight_encode = self.weight_encode.float()
+        return self
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        output = blockwise_fp8_linear(x, weight, self.scale_format, out_dtype)
+        output = quantized_linear(x, weight, self.recipe, out_dtype, self.weight_encode)
         return output if bias is None else output + bias
 
 
@@ -148,13 +164,13 @@ class SingleRounding:
 
 
 @functools.cache
-def fp8_linears(scale_format: ScaleFormat, aligned: bool) -> tuple[type, type]:
-    """Return the column- and row-parallel layers that multiply in FP8."""
-    attributes = {"scale_format": scale_format}
+def quantized_linears(recipe: LinearRecipe, aligned: bool) -> tuple[type, type]:
+    """Return the column- and row-parallel layers that multiply as the recipe says."""
+    attributes = {"recipe": recipe}
     row = (SingleRounding,) if aligned else ()
     return (
-        type("Fp8ColumnParallelLinear", (Fp8Matmul, ColumnParallelLinear), attributes),
-        type("Fp8RowParallelLinear", (*row, Fp8Matmul, RowParallelLinear), attributes),
+        type("QuantizedColumnParallelLinear", (QuantizedMatmul, ColumnParallelLinear), attributes),
+        type("QuantizedRowParallelLinear", (*row, QuantizedMatmul, RowParallelLinear), attributes),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.block_scaled import E4M3
 from nemo_fp8rl.policy.weights.hf_names import hf_views
 from nemo_fp8rl.policy.weights.layout import Layout
 

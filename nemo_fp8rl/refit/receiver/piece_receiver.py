@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nemo_fp8rl.fp8.block_scaled import scale_values
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
@@ -26,14 +27,14 @@ class ReceivedPiece(NamedTuple):
     part:      the piece
     content:   views that are valid until the next piece is requested; None for a delta
     delta:     the changes to the last version's data; None for a full piece
-    scale_inv: the scales of an FP8 piece, full or delta
+    scales:    (block scales, global scale) of a quantized piece, full or delta, as in `Content`
     digest:    the digest of the content that the trainer sent, or empty
     """
 
     part: TensorPart
     content: Content | None
     delta: Delta | None
-    scale_inv: Tensor | None
+    scales: tuple[Tensor | None, Tensor | None]
     digest: str
 
 
@@ -146,17 +147,20 @@ class _RouteProgress:
             if (nbytes := data.nbytes) != part.nbytes:
                 raise RefitError(f"refit {self.version}: {part.name} has {nbytes} bytes, must have {part.nbytes}")
             content = Content.of(part, data)
-            self._check_scales(part, content.scale_inv)
-            return ReceivedPiece(part, content, None, content.scale_inv, digest)
-        scale_inv = scales_of(part, data)
-        self._check_scales(part, scale_inv)
+            scales = content.scale_inv, content.global_scale
+            self._check_scales(part, *scales)
+            return ReceivedPiece(part, content, None, scales, digest)
+        scales = scales_of(part, data)
+        self._check_scales(part, *scales)
         try:
             delta = Delta.decode(data[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
-        return ReceivedPiece(part, None, delta, scale_inv, digest)
+        return ReceivedPiece(part, None, delta, scales, digest)
 
-    def _check_scales(self, part: TensorPart, scale_inv: Tensor | None) -> None:
-        if scale_inv is not None:
-            text = f"refit {self.version}: {part.name} has a scale that is not finite"
-            self.checks.check_finite(scale_inv, partial(RefitError, text))
+    def _check_scales(self, part: TensorPart, scale_inv: Tensor | None, global_scale: Tensor | None) -> None:
+        text = f"refit {self.version}: {part.name} has a scale that is not finite"
+        if scale_inv is not None and part.format is not None:
+            self.checks.check_finite(scale_values(scale_inv, part.format), partial(RefitError, text))
+        if global_scale is not None:
+            self.checks.check_finite(global_scale, partial(RefitError, text))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled, NonFiniteError
-from nemo_fp8rl.fp8.format import count_nans, describe_non_finite, is_finite
+from nemo_fp8rl.fp8.block_scaled import count_nans, describe_non_finite, is_finite
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest, on_gpu
 from nemo_fp8rl.refit.manifest import Route, TensorPart
 from nemo_fp8rl.refit.message import Encoding, Entry
@@ -90,7 +90,7 @@ class Push:
 
     def check_codes(self, part: TensorPart, quantized: BlockScaled) -> None:
         """Raise NonFiniteError, on a GPU later, if FP8 values or their scales are not finite."""
-        count = count_nans(quantized.data)
+        count = count_nans(quantized.data)  # of E4M3, in which alone a trainer stores weights
         if on_gpu(count):
             self.checks.read(count, partial(_raise_for_codes, part))
             self.check_finite(part, quantized.scale_inv)

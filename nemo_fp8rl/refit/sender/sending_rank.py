@@ -101,12 +101,12 @@ class SendingRank:
         engines: Collection[int],
         *,
         full_only: frozenset[str] = frozenset(),
-        **options: bool,
+        **options: Any,
     ) -> None:
         """Start to send a version to these engines, in a thread.
 
         full_only: as in `Link`
-        options:   delta, keep and digests, as in `WeightSender.send`
+        options:   delta, keep, digests and encodes, as in `WeightSender.send`
         """
         assert self.push is None
         if self.device.type == "cuda":
@@ -128,7 +128,7 @@ class SendingRank:
         version: int,
         link_ends: dict[LinkId, tuple[Future[SendingEnd], Route]],
         full_only: frozenset[str],
-        options: dict[str, bool],
+        options: dict[str, Any],
     ) -> SendReport:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread, for kernels that ignore their tensors' device

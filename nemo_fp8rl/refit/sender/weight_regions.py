@@ -1,10 +1,12 @@
-"""Cuts the region of a piece out of a rank's weight, which may be FP8 already, or a stack of matrices."""
+"""Cuts the region of a piece out of a rank's weight, which may be quantized already, or a stack of matrices."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
-from nemo_fp8rl.fp8 import BLOCK, BlockScaled, scale_shape
+from nemo_fp8rl.fp8 import BlockScaled, scale_shape
 from nemo_fp8rl.refit.manifest import TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 
@@ -16,14 +18,19 @@ def cut_weight(weight: Tensor | BlockScaled, part: TensorPart, region: Region) -
             below the other in it
     """
     if isinstance(weight, BlockScaled):
-        scales = TensorPart.of(part.name, torch.float32, scale_shape(part.shape, BLOCK), blocks_of(part.region))
+        assert weight.format.values_per_byte == 1, "no trainer stores weights in FP4"
+        shape, own = scale_shape(part.shape, weight.block), blocks_of(part.region, weight.format)
+        scales = TensorPart.of(part.name, torch.float32, shape, own)
         return BlockScaled(
-            _cut_tensor(weight.data, part, region), _cut_tensor(weight.scale_inv, scales, blocks_of(region), 1), BLOCK
+            _cut_tensor(weight.data, part, region, weight.block[0]),
+            _cut_tensor(weight.scale_inv, scales, blocks_of(region, weight.format), 1),
+            weight.block,
+            weight.format,
         )
-    return _cut_tensor(weight, part, region)
+    return _cut_tensor(weight, part, region, part.format.weight_block[0] if part.format else 1)
 
 
-def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int = BLOCK[0]) -> Tensor:
+def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int) -> Tensor:
     """block: rows of a block; a stack is returned only if its matrices consist of whole blocks."""
     is_stack = weight.dim() > len(part.size)
     has_whole_blocks = not is_stack or weight.size(1) % block == 0
@@ -40,10 +47,15 @@ def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int = B
     return matrices.flatten(0, 1)[rows.start - first * height : rows.stop - first * height]
 
 
-def as_block_scaled(values: Tensor, content: Content) -> BlockScaled:
-    """Return views of the content of an FP8 piece in the shape of `values`, which may be a stack."""
-    assert content.scale_inv is not None
+def as_block_scaled(values: Tensor, part: TensorPart, content: Content) -> BlockScaled:
+    """Return views of the content of a quantized piece in the shape of `values`, which may be a stack.
+
+    The global scale of a stack is no view, because each of its matrices needs memory of its own.
+    """
+    whole = content.as_block_scaled(part)
     if values.dim() == content.data.dim():
-        return BlockScaled(content.data, content.scale_inv, BLOCK)
-    shape = scale_shape(values.shape, BLOCK)
-    return BlockScaled(content.data.view(values.shape), content.scale_inv.view(shape), BLOCK)
+        return whole
+    data_shape = whole.format.data_shape(tuple(values.shape)) if values.dtype.itemsize > 1 else values.shape
+    scales = whole.scale_inv.view(scale_shape(values.shape, whole.block))
+    global_scale = None if whole.global_scale is None else whole.global_scale.repeat(values.size(0))
+    return replace(whole, data=whole.data.view(data_shape), scale_inv=scales, global_scale=global_scale)

@@ -6,12 +6,15 @@ the buckets of other engines. For deltas a rank keeps the bytes that it sent las
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled, NonFiniteError, ScaleFormat, quantize_blockwise, quantize_delta
+from nemo_fp8rl.fp8.block_scaled import scale_values
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.refit.deferred_checks import PendingDigest, on_gpu
 from nemo_fp8rl.refit.digest import bytes_of
@@ -34,6 +37,7 @@ class WeightSender:
 
     def __init__(self, parts: Sequence[TensorPart], scale_format: ScaleFormat) -> None:
         self.parts = {part.name: part for part in parts}
+        self.encodes: Mapping[str, Tensor] = {}
         self.scale_format = scale_format
         self.base_version = -1
         self.base: dict[tuple[str, Region], Tensor] = {}
@@ -49,6 +53,7 @@ class WeightSender:
         delta: bool = False,
         keep: bool = False,
         digests: bool = True,
+        encodes: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> SendReport:
         """Send every link its pieces of these weights. A link that breaks is left out of the rest and reported.
 
@@ -58,10 +63,11 @@ class WeightSender:
         delta:   every sink has the bytes that this rank kept: send the changes
         keep:    keep the bytes of this version for the next delta
         digests: send a digest of each piece
+        encodes: by name, float32 [], the factors of weights whose format has a global scale; see `quantize_blockwise`
         Raises:  RefitError, with the tensor's name, on a weight that is not finite; the sinks then receive an abort
         """
         assert not delta or self.base_version >= 0
-        self.base_version = -1
+        self.base_version, self.encodes = -1, encodes
         push = Push(version, links)
         if delta or keep:
             regions = {(name, piece.part.region) for name, pieces in push.pieces.items() for piece in pieces}
@@ -126,15 +132,16 @@ class WeightSender:
     def _quantize(self, push: Push, part: TensorPart, values: Tensor | BlockScaled, content: Content) -> None:
         """Write the values to the content: FP8 is copied, a part that is FP8 is quantized, others are converted."""
         if isinstance(values, BlockScaled):
-            out = as_block_scaled(values.data, content)
+            out = as_block_scaled(values.data, part, content)
             out.data.view(torch.uint8).copy_(values.data.view(torch.uint8))
             out.scale_inv.copy_(values.scale_inv)
             push.check_codes(part, out)
         elif content.scale_inv is not None:
-            out, deferred = as_block_scaled(values, content), on_gpu(content.scale_inv)
-            quantize_blockwise(values, scale_format=self.scale_format, out=out, check=not deferred)
+            out, deferred = as_block_scaled(values, part, content), on_gpu(content.scale_inv)
+            quantize_blockwise(values, out=out, check=not deferred, **self._rule_of(part))
+            _keep_global_scale(content, out)
             if deferred:
-                push.check_finite(part, content.scale_inv)
+                push.check_finite(part, scale_values(content.scale_inv, out.format))
         else:
             content.data.view(values.shape).copy_(values)
             push.check_finite(part, content.data)
@@ -142,12 +149,18 @@ class WeightSender:
     def _update(self, push: Push, part: TensorPart, values: Tensor | BlockScaled, content: Content) -> Delta | None:
         """Quantize over the content that was sent last, and return the changes; None if they are too many."""
         if content.scale_inv is not None and not isinstance(values, BlockScaled):
-            out = as_block_scaled(values, content)
-            return quantize_delta(values, out.data, scale_format=self.scale_format, out=out)[1]
+            out = as_block_scaled(values, part, content)
+            delta = quantize_delta(values, out.data, out=out, **self._rule_of(part))[1]
+            _keep_global_scale(content, out)
+            return delta
         new = values.data if isinstance(values, BlockScaled) else values.to(content.data.dtype)
         delta = Delta.between(bytes_of(content.data), bytes_of(new))
         self._quantize(push, part, values, content)
         return delta
+
+    def _rule_of(self, part: TensorPart) -> dict[str, Any]:
+        """Return the arguments by which the quantizer treats a part."""
+        return {"format": part.format, "scale_format": self.scale_format, "encode": self.encodes.get(part.name)}
 
     def _base_of(self, part: TensorPart, device: torch.device) -> Tensor:
         """Return the memory, uint8 [part.nbytes] on the weights' device, for the bytes that are sent of a piece."""
@@ -155,3 +168,9 @@ class WeightSender:
         if key not in self.base:
             self.base[key] = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
         return self.base[key]
+
+
+def _keep_global_scale(content: Content, quantized: BlockScaled) -> None:
+    """Store the global scale of a stack, which `as_block_scaled` does not view."""
+    if content.global_scale is not None and quantized.global_scale is not None and quantized.data.dim() > 2:
+        content.global_scale.copy_(quantized.global_scale[:1])

@@ -13,7 +13,7 @@ from nemo_fp8rl.commands.parity.comparison_table import Difference, as_json, com
 from nemo_fp8rl.commands.parity.formulas import FORMULAS
 from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise
-from nemo_fp8rl.fp8.format import E4M3
+from nemo_fp8rl.fp8.block_scaled import E4M3
 
 NONE = Difference(0.0, 0.0, 0.0)
 

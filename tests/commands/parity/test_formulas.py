@@ -11,7 +11,7 @@ from nemo_fp8rl.commands.parity import formulas, libraries, sample_matrices, tra
 from nemo_fp8rl.commands.parity.comparison_table import Difference, compare
 from nemo_fp8rl.commands.parity.implementation import BOTH, FORMATS, Implementation, UnsupportedShapeError
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise
-from nemo_fp8rl.fp8.format import ALONG_LAST, E4M3
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, E4M3
 
 NONE = Difference(0.0, 0.0, 0.0)
 FORMULAS = {formula.name: formula for formula in formulas.FORMULAS}

@@ -8,10 +8,10 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from nemo_fp8rl.fp8 import BLOCK, quantize_blockwise
+from nemo_fp8rl.fp8 import BLOCK, LinearRecipe, quantize_blockwise
 from nemo_fp8rl.generation.fp8_method.on_cpu import compiled_calls
-from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
-from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedFp8LinearMethod
+from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedMoEMethod
+from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedLinearMethod
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOKENS = 128, 256, 4, 6
 
@@ -25,7 +25,7 @@ class Linear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.quant_method = EmulatedFp8LinearMethod("pow2")
+        self.quant_method = EmulatedLinearMethod(LinearRecipe())
         stored = quantize_blockwise(random(INTERMEDIATE, HIDDEN), block=BLOCK)
         self.weight = nn.Parameter(stored.data, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(stored.scale_inv, requires_grad=False)
@@ -49,7 +49,7 @@ class Experts(nn.Module):
         super().__init__()
         parallel = SimpleNamespace(tp_size=1, ep_size=1)
         self.moe_config, self.expert_map = SimpleNamespace(moe_parallel_config=parallel), None
-        self.quant_method = method = object.__new__(EmulatedFp8MoEMethod)
+        self.quant_method = method = object.__new__(EmulatedMoEMethod)
         method.scale_format, method.capture = "pow2", None
         method.create_weights(self, EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16)
         self.store(seed=1)

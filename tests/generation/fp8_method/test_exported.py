@@ -19,7 +19,7 @@ from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.core import SteppedCore
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.engine_arguments import engine_arguments
-from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedFp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedMoEMethod
 from tests.conftest import ALIGNED, RECIPES, SMALL, needs_vllms_fp8_cache
 from tests.generation.pair import GREEDY, Pair, outputs
 from tests.policy.sent import sent_tensors
@@ -96,10 +96,10 @@ def vllm_fp8_on_cpu(exported: Exported, monkeypatch) -> None:
         def apply_block_scaled_mm(self, A, B, As, Bs):
             return fprop(A, BlockScaled(B, Bs, BLOCK).dequantize(dtype), scale_format)
 
-    class Experts(EmulatedFp8MoEMethod):
+    class Experts(EmulatedMoEMethod):
         def process_weights_after_loading(self, layer):
             self.scale_format, layer.activations_dtype = scale_format, torch.bfloat16
-            EmulatedFp8MoEMethod.process_weights_after_loading(self, layer)
+            EmulatedMoEMethod.process_weights_after_loading(self, layer)
 
     monkeypatch.setitem(kernels._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [Kernel])
     monkeypatch.setattr(Fp8MoEMethod, "is_monolithic", False)  # asked of its kernel, which a CPU has none of

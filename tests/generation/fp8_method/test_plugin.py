@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_fp8rl.fp8 import Fp8Layers
+from nemo_fp8rl.fp8 import Fp8Layers, LinearRecipe
 from nemo_fp8rl.generation.fp8_method.plugin import QUANTIZATION, register
 from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_config
 
@@ -139,7 +139,7 @@ def test_the_method_loads_when_vllm_makes_its_config(method):
 
     config = method.from_config(quantization_config("fp32", Fp8Layers(1, 3)))
     assert isinstance(config, NemoFp8RlConfig)
-    assert (config.scale_format, config.fp8_layers) == ("fp32", Fp8Layers(1, 3))
+    assert (config.recipe, config.fp8_layers) == (LinearRecipe(scale_format="fp32"), Fp8Layers(1, 3))
     assert get_quantization_config("fp8") is not method
 
 

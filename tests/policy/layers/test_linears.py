@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nemo_fp8rl.fp8 import blockwise_fp8_linear
+from nemo_fp8rl.fp8 import LinearRecipe, quantized_linear
 from nemo_fp8rl.fp8 import linear as fp8_linear
 from nemo_fp8rl.policy.layers.linears import Float32Backward
 
@@ -38,8 +38,8 @@ def test_fp8_layers_multiply_alike_in_float32_and_in_bfloat16(monkeypatch):
     results = []
     for fast in (True, False):
         monkeypatch.setattr(fp8_linear, "is_bf16_matmul_fast", lambda fast=fast: fast)
-        assert fp8_linear.operand_dtype(x.dtype, "pow2") is (torch.bfloat16 if fast else torch.float32)
-        results.append(of(lambda a, b: blockwise_fp8_linear(a, b, "pow2"), x, w))
+        assert LinearRecipe().operand_dtype(x.dtype) is (torch.bfloat16 if fast else torch.float32)
+        results.append(of(lambda a, b: quantized_linear(a, b, LinearRecipe()), x, w))
     for a, b in zip(*results, strict=True):
         assert a.dtype is b.dtype is torch.bfloat16
         assert (a != b).double().mean() < 2e-3

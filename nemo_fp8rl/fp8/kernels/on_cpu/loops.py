@@ -19,6 +19,8 @@ from numba.extending import intrinsic, overload
 from nemo_fp8rl.fp8.kernels.on_cpu.compiled import jit
 
 u8, u16, u32, u64, i16, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.float32
+FP32, POW2, E8M0 = 0, 1, 2
+"""The rules of scales."""
 LANES = 32
 """Values of 16 bits that one operation converts."""
 ROUND = 14
@@ -83,23 +85,36 @@ def column_maxima(x, start, stride, rows, maxima):
 
 
 @nb.njit(error_model="numpy")
-def block_scale(m, pow2, largest):
+def power_not_below(value):
+    """Return the smallest power of two not below a float32 value, at least 2^-127, which is a subnormal."""
+    bits = f32(value).view(u32)
+    exponent, mantissa = u32(bits >> u32(23)), u32(bits & u32(0x7FFFFF))
+    if mantissa > u32(0) and not (exponent == u32(0) and mantissa <= u32(1 << 22)):
+        exponent = u32(exponent + u32(1))
+    power = u32(max(u32(exponent << u32(23)), u32(1 << 22)))
+    return power.view(f32)
+
+
+@nb.njit(error_model="numpy")
+def block_scale(m, rule, largest):
     """Return the scale for the bits of amax; NaN if amax is not finite."""
     amax = float32(m)
     scale = f32(1)
     if not np.isfinite(amax):
         scale = f32(np.nan)
+    elif rule == E8M0:
+        scale = f32(1) / power_not_below(amax * f32(1 / 448))
     elif amax > 0:
         scale = f32(448) / amax
         if np.isinf(scale):
             scale = largest
-        if pow2:
+        if rule == POW2:
             scale = u32(f32(scale).view(u32) & u32(0x7F800000)).view(f32)
     return scale
 
 
 @jit
-def strip_scales(x, start, stride, rows, width, pow2, largest, maxima, scales, scale_inv):
+def strip_scales(x, start, stride, rows, width, rule, largest, maxima, scales, scale_inv):
     """Fill `scales`, one per column, and their inverses `scale_inv`, one per block, of a strip."""
     column_maxima(x, start, stride, rows, maxima)
     for j in range(len(scale_inv)):
@@ -107,7 +122,7 @@ def strip_scales(x, start, stride, rows, width, pow2, largest, maxima, scales, s
         m = maxima[first]
         for k in range(first + 1, end):
             m = max(m, maxima[k])
-        scale = block_scale(m, pow2, largest)
+        scale = block_scale(m, rule, largest)
         scale_inv[j] = f32(1) / scale
         scales[first:end] = scale
 
@@ -245,7 +260,7 @@ def prefetch(address, nbytes):
 
 
 @jit
-def quantize(x, layout, first, end, out, scale_inv, height, width, pow2, largest, maxima, scales):
+def quantize(x, layout, first, end, out, scale_inv, height, width, rule, largest, maxima, scales):
     """Quantize strips `first` to `end`, counted through all matrices.
 
     x:         flat memory
@@ -256,7 +271,7 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, pow2, largest
     maxima, scales: scratch, one per column
     """
     if (height, width) == (1, 128):
-        quantize_rows(x, layout, first, end, out, scale_inv, pow2, largest, maxima, scales)
+        quantize_rows(x, layout, first, end, out, scale_inv, rule, largest, maxima, scales)
         return
     origin, matrix_stride, stride = layout
     row_bytes = len(scales) * x.itemsize
@@ -266,8 +281,8 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, pow2, largest
         start = origin + matrix * matrix_stride + top * stride
         matrix_ahead, j_ahead = divmod(strip + 1, scale_inv.shape[1])
         ahead = origin + matrix_ahead * matrix_stride + j_ahead * height * stride
-        strip_scales(x, start, stride, bottom - top, width, pow2, largest, maxima, scales, scale_inv[matrix, j])
-        can_shift = pow2 and fill_shifts(scales, maxima)
+        strip_scales(x, start, stride, bottom - top, width, rule, largest, maxima, scales, scale_inv[matrix, j])
+        can_shift = rule != FP32 and fill_shifts(scales, maxima)
         for row in range(top, bottom):
             values = x[start : start + len(scales)]
             if row_bytes <= NARROW and strip + 1 < end:
@@ -290,7 +305,7 @@ def maximum_of_128(values):
 
 
 @jit
-def quantize_rows(x, layout, first, end, out, scale_inv, pow2, largest, maxima, scales):
+def quantize_rows(x, layout, first, end, out, scale_inv, rule, largest, maxima, scales):
     """Quantize in 1x128 blocks: loops of a length that the compiler knows, and no scales to repeat."""
     origin, matrix_stride, stride = layout
     whole, ragged = len(scales) // 128, len(scales) // 128 * 128
@@ -300,18 +315,18 @@ def quantize_rows(x, layout, first, end, out, scale_inv, pow2, largest, maxima, 
         values, codes, inverses = x[start : start + len(scales)], out[matrix, row], scale_inv[matrix, row]
         for j in range(whole):
             block, bytes_ = values[j * 128 : j * 128 + 128], codes[j * 128 : j * 128 + 128]
-            scale = block_scale(maximum_of_128(block), pow2, largest)
+            scale = block_scale(maximum_of_128(block), rule, largest)
             inverses[j] = f32(1) / scale
             for k in range(128):
                 bytes_[k] = e4m3(float32(block[k]) * scale)
         if ragged < len(scales):
             rest = scales[ragged:]
-            strip_scales(x, start + ragged, 0, 1, 128, pow2, largest, maxima[ragged:], rest, inverses[whole:])
+            strip_scales(x, start + ragged, 0, 1, 128, rule, largest, maxima[ragged:], rest, inverses[whole:])
             convert_row(values[ragged:], rest, codes[ragged:])
 
 
 @jit
-def quantize_dequantize(x, layout, first, end, out, height, width, pow2, largest, maxima, scales):
+def quantize_dequantize(x, layout, first, end, out, height, width, rule, largest, maxima, scales):
     """Compute the values that `quantize` stores, strips `first` to `end`; see `quantize`.
 
     out: output, bits [E, N, K] of the values, int16 for bfloat16 or int32 for float32
@@ -329,14 +344,14 @@ def quantize_dequantize(x, layout, first, end, out, height, width, pow2, largest
         for j in range(whole):
             values = x[start + j * 128 : start + j * 128 + 128]
             codes = out[matrix, top][j * 128 : j * 128 + 128]
-            scale = block_scale(maximum_of_128(values), pow2, largest)
+            scale = block_scale(maximum_of_128(values), rule, largest)
             inverse = f32(1) / scale
             for k in range(128):
                 codes[k] = round_like(e4m3_value(float32(values[k]) * scale) * inverse, codes[k])
         if ragged < len(scales):
             start += ragged
             rest, rest_inverses = scales[ragged:], inverse_row[ragged:]
-            strip_scales(x, start, stride, bottom - top, width, pow2, largest, maxima[ragged:], rest, inverses[whole:])
+            strip_scales(x, start, stride, bottom - top, width, rule, largest, maxima[ragged:], rest, inverses[whole:])
             repeat_inverses(inverses[whole:], width, rest_inverses)
             for row in range(top, bottom):
                 round_trip_row(x[start : start + len(rest)], rest, rest_inverses, out[matrix, row][ragged:])
@@ -397,7 +412,7 @@ def record_changes(codes, bytes_, row_start, gaps, differences, state):
 
 @jit
 def quantize_delta(
-    x, layout, row, end, out, scale_inv, height, width, pow2, largest, maxima, scales,
+    x, layout, row, end, out, scale_inv, height, width, rule, largest, maxima, scales,
     gaps, differences, state, codes,
 ):  # fmt: skip
     """Quantize rows `row` to `end`, counted through all matrices, and list the bytes that change.
@@ -424,10 +439,10 @@ def quantize_delta(
             top, bottom = strip * height, min(out.shape[1], strip * height + height)
             next_strip += bottom - within
             strip_scales(
-                x, start - (within - top) * stride, stride, bottom - top, width, pow2, largest, maxima, scales,
+                x, start - (within - top) * stride, stride, bottom - top, width, rule, largest, maxima, scales,
                 scale_inv[matrix, strip],
             )  # fmt: skip
-            can_shift = pow2 and fill_shifts(scales, maxima)
+            can_shift = rule != FP32 and fill_shifts(scales, maxima)
         values, bytes_ = x[start : start + columns], out[matrix, within]
         prefetch(bytes_.ctypes.data + AHEAD, columns)
         if columns * x.itemsize <= NARROW and within + height < out.shape[1]:

@@ -15,9 +15,10 @@ from torch import Tensor
 from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
 from nemo_fp8rl.fp8.kernels.on_cpu import loops
 from nemo_fp8rl.fp8.kernels.on_cpu.threads import run_in_threads
-from nemo_fp8rl.fp8.names import Block, ScaleFormat
+from nemo_fp8rl.fp8.names import Block, ScaleRule
 
 LARGEST = {dtype: np.float32(torch.finfo(dtype).max) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+RULES = {"fp32": loops.FP32, "pow2": loops.POW2, "e8m0": loops.E8M0}
 PIECE_VALUES = 1 << 20
 """Values copied at a time where x cannot be read in place."""
 THREAD_VALUES = 1 << 23
@@ -26,13 +27,13 @@ CHUNK_ENTRIES = 1 << 17
 """Entries of a delta that a thread records before it stores them as a part."""
 
 
-def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, scale_inv: Tensor) -> None:
+def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x; see `Kernel`."""
     assert data.is_contiguous()
     contiguous = scale_inv.contiguous()
 
     def work(first: int, end: int) -> None:
-        arguments, out = _loop_arguments(x, block, scale_format), (data.view(torch.uint8).numpy(), contiguous.numpy())
+        arguments, out = _loop_arguments(x, block, rule), (data.view(torch.uint8).numpy(), contiguous.numpy())
         for strips in _views(x, block, first, end):
             loops.quantize(*strips, *out, *arguments)
 
@@ -42,7 +43,7 @@ def quantize(x: Tensor, block: Block, scale_format: ScaleFormat, data: Tensor, s
 
 
 def quantize_delta(
-    x: Tensor, block: Block, scale_format: ScaleFormat, base: Tensor, data: Tensor, scale_inv: Tensor
+    x: Tensor, block: Block, rule: ScaleRule, base: Tensor, data: Tensor, scale_inv: Tensor
 ) -> Delta | None:
     """Quantize x and find the delta in the same pass; see `Kernel`.
 
@@ -54,7 +55,7 @@ def quantize_delta(
     limit = int(MAX_CHANGED * x.numel())
 
     def work(first: int, end: int) -> "Recording":
-        arguments, out = _loop_arguments(x, block, scale_format), (data.view(torch.uint8).numpy(), scale_inv.numpy())
+        arguments, out = _loop_arguments(x, block, rule), (data.view(torch.uint8).numpy(), scale_inv.numpy())
         recording = Recording.from_position(_first_row(x, block, first) * x.size(2), x)
         for memory, layout, a, b in _views(x, block, first, end):
             row, bottom = _first_row(x, block, a), _first_row(x, block, b)
@@ -71,13 +72,13 @@ def quantize_delta(
     return _join(recordings, x.numel())
 
 
-def quantize_dequantize(x: Tensor, block: Block, scale_format: ScaleFormat, dtype: torch.dtype) -> Tensor:
+def quantize_dequantize(x: Tensor, block: Block, rule: ScaleRule, dtype: torch.dtype) -> Tensor:
     """Return the values that `quantize` stores for x [N, K], as [N, K] in `dtype`."""
     x = x[None]
     out = torch.empty(x.shape, dtype=torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
 
     def work(first: int, end: int) -> None:
-        arguments = _loop_arguments(x, block, scale_format)
+        arguments = _loop_arguments(x, block, rule)
         for strips in _views(x, block, first, end):
             loops.quantize_dequantize(*strips, _bits(out), *arguments)
 
@@ -129,10 +130,10 @@ def _run_on_strips(work: Callable[[int, int], Any], x: Tensor, block: Block) -> 
     return run_in_threads(work, strips, min(torch.get_num_threads(), 1 + x.numel() // THREAD_VALUES))
 
 
-def _loop_arguments(x: Tensor, block: Block, scale_format: ScaleFormat) -> tuple[Any, ...]:
-    """Return the last arguments of the loops: block, whether pow2, largest value, and two scratch rows per thread."""
+def _loop_arguments(x: Tensor, block: Block, rule: ScaleRule) -> tuple[Any, ...]:
+    """Return the last arguments of the loops: block, rule, largest value, and two scratch rows per thread."""
     k, bits = x.size(2), np.int16 if x.dtype is torch.bfloat16 else np.int32
-    return *block, scale_format == "pow2", LARGEST[x.dtype], np.empty(k, bits), np.empty(k, np.float32)
+    return *block, RULES[rule], LARGEST[x.dtype], np.empty(k, bits), np.empty(k, np.float32)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""FP8 experts of an engine on a CPU, emulated: they multiply as the trainer's experts do.
+"""Quantized experts of an engine on a CPU, emulated: they multiply as the trainer's experts do.
 
 vLLM's router chooses the experts, and vLLM's loaders place the received bytes.
 """
@@ -11,21 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-from nemo_fp8rl.fp8 import BLOCK, BlockScaled, ScaleFormat, fprop
-from nemo_fp8rl.fp8.linear import operand_dtype
+from nemo_fp8rl.fp8 import LinearRecipe, fprop
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.on_cpu.compiled_calls import emulated_experts, register
 from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import keep_on_first_rank, sum_over_ranks
-from nemo_fp8rl.generation.fp8_method.stored_weights import Fp8MoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedMoEMethod
 
 
-class EmulatedFp8MoEMethod(Fp8MoEMethod):
+class EmulatedMoEMethod(QuantizedMoEMethod):
     """Multiplies dequantized copies of the stored weights."""
 
     kernel_name = "fp8.fprop (emulated)"
 
-    def __init__(self, moe: FusedMoEConfig, scale_format: ScaleFormat) -> None:
-        super().__init__(moe, scale_format)
+    def __init__(self, moe: FusedMoEConfig, recipe: LinearRecipe) -> None:
+        super().__init__(moe, recipe)
         self.capture: Callable[[Tensor], None] | None = None
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,8 +57,8 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         each token. These parts are added up over the ranks first, and then every rank sums over the experts.
         """
         if layer.fp8_dequantized is None:
-            operand = operand_dtype(layer.activations_dtype, self.scale_format)
-            layer.fp8_dequantized = [_dequantize(layer, name, operand) for name in ("w13", "w2")]
+            operand = self.recipe.operand_dtype(layer.activations_dtype)
+            layer.fp8_dequantized = [list(self.stored(layer, name).dequantize(operand)) for name in ("w13", "w2")]
         w13, w2 = layer.fp8_dequantized
         parallel = layer.moe_config.moe_parallel_config
         shared = parallel.tp_size * parallel.ep_size > 1
@@ -69,18 +68,11 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         for expert, (rows, choice) in chosen.items():
             place = expert if layer.expert_map is None else int(layer.expert_map[expert])
             if place >= 0:
-                gate, up = fprop(x[rows], w13[place], self.scale_format).chunk(2, -1)
-                expert_out[rows, choice] = fprop(F.silu(gate) * up, w2[place], self.scale_format, dtype)
+                gate, up = fprop(x[rows], w13[place], self.recipe).chunk(2, -1)
+                expert_out[rows, choice] = fprop(F.silu(gate) * up, w2[place], self.recipe, dtype)
         if shared:
             expert_out = sum_over_ranks(expert_out.float(), x.dtype)
         out = torch.zeros(x.shape, dtype=torch.float32)
         for rows, choice in chosen.values():
             out.index_add_(0, rows, expert_out[rows, choice].float() * topk_weights[rows, choice].float().unsqueeze(-1))
         return keep_on_first_rank(out.to(x.dtype)) if shared else out.to(x.dtype)
-
-
-def _dequantize(layer: Any, name: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return the dequantized weight of each expert."""
-    data, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale_inv").data
-    pairs = zip(data, scale, strict=True)
-    return [BlockScaled(*pair, BLOCK).dequantize(dtype) for pair in pairs]

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from nemo_fp8rl.fp8 import ScaleFormat, quantize_blockwise
+from nemo_fp8rl.fp8 import LinearRecipe, ScaleFormat, quantize_blockwise
 from nemo_fp8rl.generation.fp8_method.gpu_linear import NativeFp8LinearMethod, is_deep_gemm
 from nemo_fp8rl.generation.fp8_method.stored_weights import PlainLinearMethod
 from nemo_fp8rl.ops.fingerprint import is_shared_product
@@ -84,6 +84,6 @@ def fp8_product(x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
     scale_format: ScaleFormat = "pow2" if pow2 else "fp32"
     stored = quantize_blockwise(weight, scale_format=scale_format)
     layer = SimpleNamespace(weight=stored.data, weight_scale_inv=stored.scale_inv)
-    method = SharedFp8LinearMethod(scale_format)
+    method = SharedFp8LinearMethod(LinearRecipe(scale_format=scale_format))
     method.prepare(layer, x.dtype)
     return method.apply(layer, x)
