@@ -156,7 +156,8 @@ def fake_quantize(
     x, dtype = x.detach(), dtype or x.dtype
     if format.element == "e4m3":
         return kernels.load_emulation(x.device.type)(x, block, _rule(format, scale_format), dtype)
-    encode = encode_scale(x.abs().amax(), scale_format) if encode is None else encode
+    if encode is None:
+        encode = encode_scale(x.abs().amax() if x.numel() else x.new_zeros(()), scale_format)
     return kernels.load_fp4_emulation(x.device.type)(x, block, encode.reshape(-1), flush, dtype)
 
 
