@@ -115,7 +115,7 @@ def test_the_hadamard_transform_and_stochastic_rounding_are_of_the_gradients_ope
 
 def test_gradients_are_kept_on_average():
     """Over many draws the native gradients of NVFP4 come nearer to those of unrounded dy; nearest rounding does not."""
-    x, w, dy, encode = operands()
+    _, w, dy, encode = operands()
     wq = fake_quantize(w, format=NVFP4, block=(16, 16), encode=encode, flush=True)
     exact = dy[0].double() @ wq.double()
     nearest = run(LinearRecipe(NVFP4, backward="native"))[1].double()

@@ -22,7 +22,7 @@ def draw(shape: tuple[int, ...], call: int = 0) -> torch.Tensor:
 def test_values_are_kept_on_average():
     values = torch.cat([torch.linspace(-6, 6, 241), torch.tensor([0.001, -0.3, 3.999])])
     rounded = round_to_e2m1(values.expand(REPEATS, -1), draw((REPEATS, len(values))))
-    # the rounding of a value between neighbours at a distance d has a variance of d^2 / 4 at most; 2^-17 d are the draws'
+    # between neighbours at a distance d the variance is d^2 / 4 at most; draws of 16 bits are off by 2^-17 d
     width = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0))
     error = (rounded.double().mean(0) - values.double()).abs()
     assert (error <= width * (5 * 0.5 / math.sqrt(REPEATS) + 2.0**-17)).all()
@@ -54,9 +54,7 @@ def test_a_tensor_is_kept_on_average_in_its_blocks(scale_format, block, shape):
     ]
     mean, nearest = torch.stack(kept).mean(0), fake_quantize(x, format=NVFP4, block=block, scale_format=scale_format)
     step = 2 * x.abs().amax() / 6
-    saturates = (
-        x.abs() > nearest.abs().amax() * 0.9
-    )  # the rounding of a block's scale may put its largest value above 6
+    saturates = x.abs() > nearest.abs().amax() * 0.9  # the rounding of its scale may put a block's largest above 6
     assert ((mean - x).abs()[~saturates] <= 5 * step / 2 / math.sqrt(256)).all()
     assert (mean - x).norm() < 0.35 * (nearest - x).norm()
     assert torch.equal(kept[0], fake_quantize_stochastically(x, block, encode, draw(shape), torch.float32).double())
