@@ -192,13 +192,6 @@ def test_a_float32_checkpoint_is_rounded_before_quantization(recipe, tmp_path: P
     assert torch.equal(*logprobs)
 
 
-def test_alignment_to_the_cpus_kernels_is_refused(recipe, tmp_path: Path):
-    write_model(tmp_path / "model", seed=3)
-    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=vllm")
-    with pytest.raises(UserError, match=r"set nemo_fp8rl\.align=auto"), rank(cfg, gpu=True):
-        pass
-
-
 def test_float32_experts_are_refused(recipe, tmp_path: Path):
     write_model(tmp_path / "model", seed=3, family="qwen3_moe")
     float32 = ("policy.precision=float32", "nemo_fp8rl.flow=bf16", "nemo_fp8rl.align=none")
