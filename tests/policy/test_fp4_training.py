@@ -92,3 +92,24 @@ def test_ranks_share_draws_where_they_round_the_same_gradient(recipe, two, layou
     for name in of_ranks[0]:
         kind = name.rpartition(".")[2]
         assert len({of_rank[name] for of_rank in of_ranks}) == expected[kind]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", ("tensor_model_parallel_size=2", "sequence_parallel=true")),
+        ("qwen3_moe", ("expert_model_parallel_size=2",)),
+    ],
+    ids=["tensor", "expert"],
+)
+def test_ranks_have_the_log_probs_of_one_rank_and_nearly_its_gradient(recipe, tmp_path, two, family, layout):
+    write_model(tmp_path / "model", family=family)
+    model = (*NATIVE, f"policy.model_name={tmp_path}/model", "policy.train_micro_batch_size=4")
+    alone, batch = new_worker(recipe(*model)), random_batch(3)
+    expected, norm = alone.logprobs(batch), train(alone, batch)["grad_norm"]
+    parallel = ("cluster.backend=ray", "cluster.train_ranks=2", *(f"policy.megatron_cfg.{key}" for key in layout))
+    logprobs, norm_of_two = ranks.logprobs_and_norm(two, recipe(*model, *parallel), batch)
+    inside = batch.token_mask > 0
+    assert torch.equal(logprobs[inside], expected[inside])
+    assert norm_of_two != norm  # other draws
+    assert norm_of_two == pytest.approx(norm, rel=0.03)
