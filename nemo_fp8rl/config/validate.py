@@ -34,13 +34,9 @@ def check(cfg: Config) -> None:
     if policy.precision == "float32" and cfg.nemo_fp8rl.flow != "bf16":
         raise UserError(
             f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
-            "FP8 weights are quantized from the bfloat16 parameter"
+            "weights are quantized from the bfloat16 parameter"
         )
-    if cfg.nemo_fp8rl.fp8_param and not cfg.nemo_fp8rl.quantizes_training:
-        raise UserError(
-            f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow="
-            f"{cfg.nemo_fp8rl.flow} it has none: set it to false, or flow=fp8_e2e"
-        )
+    _check_number_format(cfg)
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:
@@ -66,6 +62,25 @@ def check(cfg: Config) -> None:
         _check_colocated(cfg)
     _check_environment(cfg)
     check_tracker(cfg.logger.mlflow.tracking_uri)
+
+
+def _check_number_format(cfg: Config) -> None:
+    choice, name = cfg.nemo_fp8rl, cfg.nemo_fp8rl.flow.rpartition("_")[0]
+    if choice.fp8_param and choice.flow != "fp8_e2e":
+        raise UserError(
+            f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow={choice.flow} it "
+            "has none: set it to false, or flow=fp8_e2e"
+        )
+    if choice.weight_block == "line" and name in ("", "fp8"):
+        raise UserError(
+            f"nemo_fp8rl.weight_block=line is of MXFP8 and NVFP4, and nemo_fp8rl.flow={choice.flow} has blocks of "
+            "128x128 or none: set it to square"
+        )
+    if choice.scale_format == "fp32" and name == "mxfp8":
+        raise UserError(
+            f"nemo_fp8rl.scale_format=fp32: the scales of nemo_fp8rl.flow={choice.flow} are powers of two in any "
+            "library; set it to pow2"
+        )
 
 
 def _check_environment(cfg: Config) -> None:

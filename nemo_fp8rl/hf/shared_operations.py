@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.fp8 import FP8
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.model_config import HfConfig
 
@@ -80,6 +81,11 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
             ranks != engine_ranks,
             f"{of_trainer}={ranks} beside {of_engine}={engine_ranks}: a sum over other ranks",
             f"both to one size, or {other}",
+        ),
+        (
+            cfg.nemo_fp8rl.quantizes_rollout and cfg.nemo_fp8rl.format is not FP8,
+            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow}: a matmul in this format",
+            other,
         ),
         (
             cfg.policy.precision == "float32",
