@@ -73,13 +73,13 @@ def _check_number_format(cfg: Config) -> None:
         )
     if choice.weight_block == "line" and name in ("", "fp8"):
         raise UserError(
-            f"nemo_fp8rl.weight_block=line is of MXFP8 and NVFP4, and nemo_fp8rl.flow={choice.flow} has blocks of "
-            "128x128 or none: set it to square"
+            f"nemo_fp8rl.weight_block=line is for MXFP8 and NVFP4, and nemo_fp8rl.flow={choice.flow} has blocks of its "
+            "own: leave it out, or take a flow of these formats"
         )
     if choice.scale_format == "fp32" and name == "mxfp8":
         raise UserError(
-            f"nemo_fp8rl.scale_format=fp32: the scales of nemo_fp8rl.flow={choice.flow} are powers of two in any "
-            "library; set it to pow2"
+            f"nemo_fp8rl.scale_format=fp32: scales of nemo_fp8rl.flow={choice.flow} are powers of two by the format: "
+            "set it to pow2"
         )
 
 
