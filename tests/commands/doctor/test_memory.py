@@ -6,7 +6,7 @@ from nemo_fp8rl.commands.doctor.hardware import GPUS
 from nemo_fp8rl.commands.doctor.memory.engine_memory import WORKSPACE, engine_weights, kv_bytes_per_token
 from nemo_fp8rl.commands.doctor.memory.phases import check_memory, memory_of
 from nemo_fp8rl.commands.doctor.memory.trainer_memory import activations, logits, stage_parameters
-from tests.commands.doctor.conftest import ENGINE, TRAINER
+from tests.commands.doctor.conftest import A16, ENGINE, MXFP8, NVFP4, TRAINER
 
 H100 = GPUS["h100"]
 LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
@@ -249,3 +249,27 @@ def test_where_fp8_weights_leave_no_room_to_generate_the_key_that_clears_them_is
 def test_a_cache_that_holds_no_sequence_is_an_error(plan):
     assert ("error", "the") in levels(plan(LLAMA, {ENGINE + "gpu_memory_utilization": 0.135}))
     assert ("warn", "the") in levels(plan(LLAMA, {ENGINE + "gpu_memory_utilization": 0.14}))
+
+
+@pytest.mark.parametrize(("changes", "width"), [(MXFP8, 1 + 1 / 32), (A16, 0.5 + 1 / 16)])
+def test_engine_weights_in_the_other_formats_have_a_scale_for_each_row(plan, changes, width):
+    rest = LLAMA_PARAMETERS - LLAMA_LINEARS
+    assert engine_weights(plan(LLAMA, changes)) == pytest.approx(width * LLAMA_LINEARS + 2 * rest)
+
+
+def test_experts_alone_are_4_bits_in_an_engine_of_nemo_rls_nvfp4(plan):
+    """NeMo RL's guide says 18.07 GiB of 56.88. Layers in bfloat16 are the trainer's."""
+    bf16 = engine_weights(plan(MIXTURE, {ENGINE + "precision": "bfloat16"}))
+    nvfp4 = engine_weights(plan(MIXTURE, NVFP4))
+    assert (nvfp4 / 2**30, bf16 / 2**30) == (pytest.approx(18.07, rel=0.005), pytest.approx(56.88, rel=0.005))
+    kept = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 4}
+    some = engine_weights(plan(MIXTURE, NVFP4 | {TRAINER + key: value for key, value in kept.items()}))
+    assert some - nvfp4 == pytest.approx((bf16 - nvfp4) * 6 / 48)
+
+
+def test_an_emulated_trainer_keeps_bfloat16_values_and_a_delta_base_of_the_wires_bytes(plan):
+    separate = {"policy.generation.colocated": {"enabled": False, "resources": {"num_nodes": None, "gpus_per_node": 4}}}
+    parts = memory_of(plan(LLAMA, A16 | separate), GPUS["h200"]).phases[0].parts
+    rest = LLAMA_PARAMETERS - LLAMA_LINEARS
+    assert parts["FP8 weights"] == 2 * LLAMA_LINEARS
+    assert parts["kept for deltas"] == pytest.approx((0.5 + 1 / 256) * LLAMA_LINEARS + 2 * rest)
