@@ -75,7 +75,7 @@ def _layers(plan: Plan) -> Iterator[Finding]:
             "quantization_ignored_layer_kws and FP8 in NeMo RL's trainer, which has no such list",
         )
     else:
-        yield Finding("ok", TOPIC, "the same linears are FP8 in trainer and engine")
+        yield Finding("ok", TOPIC, "the same linears are quantized in trainer and engine")
 
 
 def _correction(plan: Plan) -> Iterator[Finding]:

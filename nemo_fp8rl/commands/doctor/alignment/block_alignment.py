@@ -32,7 +32,8 @@ def check_alignment(plan: Plan) -> Iterator[Finding]:
     yield from found
     if not any(finding.level == "error" for finding in found):
         layouts = f"trainer TP {plan.tensor}, ETP {plan.expert_tensor}; engine TP {plan.engine_tensor}"
-        yield Finding("ok", TOPIC, f"every FP8 weight is split at borders of its blocks of {_block(plan)} ({layouts})")
+        text = f"every quantized weight is split at borders of its blocks of {_block(plan)} ({layouts})"
+        yield Finding("ok", TOPIC, text)
 
 
 def _heads(plan: Plan) -> Iterator[Finding]:

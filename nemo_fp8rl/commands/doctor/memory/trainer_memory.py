@@ -29,7 +29,7 @@ from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.fp8 import FP8
 
-FP8_WEIGHTS, OPTIMIZER, DELTA_BASE = "FP8 weights", "optimizer", "kept for deltas"
+FP8_WEIGHTS, OPTIMIZER, DELTA_BASE = "quantized weights", "optimizer", "kept for deltas"
 
 
 def stage_parameters(plan: Plan, stage: int) -> tuple[float, float]:
