@@ -37,6 +37,7 @@ def check(cfg: Config) -> None:
             "weights are quantized from the bfloat16 parameter"
         )
     _check_number_format(cfg)
+    _check_quantized_training(cfg)
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:
@@ -80,6 +81,43 @@ def _check_number_format(cfg: Config) -> None:
         raise UserError(
             f"nemo_fp8rl.scale_format=fp32: scales of nemo_fp8rl.flow={choice.flow} are powers of two by the format: "
             "set it to pow2"
+        )
+
+
+def _check_quantized_training(cfg: Config) -> None:
+    choice, fp4 = cfg.nemo_fp8rl, cfg.nemo_fp8rl.fp4
+    key = f"nemo_fp8rl.flow={choice.flow}"
+    if choice.backward != "auto" and not choice.quantizes_training:
+        raise UserError(
+            f"nemo_fp8rl.backward={choice.backward} is of a trainer that quantizes, and with {key} it does not: set it "
+            "to auto, or a flow that ends with _e2e"
+        )
+    if choice.quantizes_training and choice.backward == "native" and not choice.format.has_native_backward:
+        raise UserError(
+            f"nemo_fp8rl.backward=native with {key}: activations stay in bfloat16, so no matmul has quantized "
+            "operands; set it to auto, dequantized or high_precision"
+        )
+    trains_in_fp4 = choice.quantizes_training and choice.format.is_fp4
+    if fp4.estimator == "differentiable" and not trains_in_fp4:
+        raise UserError(
+            f"nemo_fp8rl.fp4.estimator=differentiable with {key}: the trainer's weights are not in FP4; set it to "
+            "straight_through, or flow=nvfp4_e2e"
+        )
+    if fp4.clamp_quantile is None:
+        return
+    clamp = f"nemo_fp8rl.fp4.clamp_quantile={fp4.clamp_quantile}"
+    if not (trains_in_fp4 and choice.format.token_block):
+        raise UserError(
+            f"{clamp} with {key}: activations are not in FP4 on both sides; set it to null, or flow=nvfp4_e2e"
+        )
+    trainer, engine = (
+        "policy.megatron_cfg.tensor_model_parallel_size",
+        "policy.generation.vllm_cfg.tensor_parallel_size",
+    )
+    if lookup(cfg, trainer) != lookup(cfg, engine):
+        raise UserError(
+            f"{clamp}: ranks take the quantiles of their part of a token, so {trainer}={lookup(cfg, trainer)} and "
+            f"{engine}={lookup(cfg, engine)} must be equal; set clamp_quantile to null, or both to one size"
         )
 
 

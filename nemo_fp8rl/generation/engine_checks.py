@@ -67,6 +67,10 @@ def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
 
 
 def _check_gpu(hf: HfConfig, cfg: Config, trains: bool) -> None:
+    if (quantile := cfg.nemo_fp8rl.fp4.clamp_quantile) is not None:
+        raise UserError(
+            f"nemo_fp8rl.fp4.clamp_quantile={quantile}: only engines on a CPU clamp activations; set it to null"
+        )
     flow, capability = cfg.nemo_fp8rl.flow, torch.cuda.get_device_capability()
     if refusal := why_flow_unsupported(flow, torch.cuda.get_device_name(), capability, trains):
         raise UserError(f"nemo_fp8rl.flow={flow}: {refusal}; set nemo_fp8rl.flow={nearest_flow(flow, capability)}")

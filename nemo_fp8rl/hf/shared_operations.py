@@ -59,7 +59,13 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
     takes_flash_attention = chooses_flash_attention_3(cfg)
     backend = f"{prefix}.attention_backend={vllm.attention_backend}"
     shared_kernel = f"{prefix}.attention_backend=null, and both sides take their shared kernel, or {other}"
+    choice = cfg.nemo_fp8rl
     refused = [
+        (
+            choice.quantizes_rollout and choice.format is not FP8,
+            f"nemo_fp8rl.flow={choice.flow}: the product of another format than blockwise FP8",
+            other,
+        ),
         (
             vllm.attention_backend and not takes_flash_attention,
             f"{backend}: attention by a backend of vLLM",
@@ -81,11 +87,6 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
             ranks != engine_ranks,
             f"{of_trainer}={ranks} beside {of_engine}={engine_ranks}: a sum over other ranks",
             f"both to one size, or {other}",
-        ),
-        (
-            cfg.nemo_fp8rl.quantizes_rollout and cfg.nemo_fp8rl.format is not FP8,
-            f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow}: a matmul in this format",
-            other,
         ),
         (
             cfg.policy.precision == "float32",

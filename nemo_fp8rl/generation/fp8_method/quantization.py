@@ -50,7 +50,9 @@ class NemoFp8RlConfig(Fp8Config):
         if first == end and cls is not SharedBf16Config:
             return SharedBf16Config.from_config(config)
         method = cast(NemoFp8RlConfig, super().from_config(config))
-        method.recipe = LinearRecipe(FORMATS[config.get("format", "fp8")], config["scale_format"])
+        method.recipe = LinearRecipe(
+            FORMATS[config.get("format", "fp8")], config["scale_format"], clamp_quantile=config.get("clamp_quantile")
+        )
         method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         method.is_aligned = config.get("is_aligned", False)
         method.uses_flash_attention_3 = config.get("uses_flash_attention_3", False)

@@ -63,7 +63,7 @@ def convert_keys(master: Mapping[str, Any]) -> Config:
     shared = is_colocated(policy["generation"]) and values["cluster"]["backend"] == "ray"
     values["policy"]["generation"]["colocated"] = {"enabled": shared}
     values["data"] = {"train": {"data_path": "NeMo RL's"}}  # a placeholder: NeMo RL's loop reads the data
-    values["nemo_fp8rl"] = {**(master.get("nemo_fp8rl") or {}), **precision.package_keys}
+    values["nemo_fp8rl"] = precision.complete(master.get("nemo_fp8rl") or {})
     register_resolvers()  # defaults of `Config` refer to other keys
     return complete("the recipe for NeMo RL", values, values)
 

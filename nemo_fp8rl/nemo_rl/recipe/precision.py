@@ -10,7 +10,7 @@ engine (docs/numerics.md). The formats, by the sources of NeMo RL:
     nvfp4_a16   policy.quant_cfg (ModelOpt)       quant_cfg with or without real_quant
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, cast
@@ -19,6 +19,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Flow
 from nemo_fp8rl.fp8 import FLOW_FORMATS, Format, ScaleFormat
 from nemo_fp8rl.fp8.layers import Fp8Layers
+from nemo_fp8rl.fp8.names import Backward
 
 FP8_CFG, FP4_CFG = "policy.megatron_cfg.fp8_cfg", "policy.megatron_cfg.fp4_cfg"
 ENV_VARS = "policy.megatron_cfg.env_vars"
@@ -26,7 +27,8 @@ SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 SCALES_KEY = f"{ENV_VARS}.{SCALES_VARIABLE}"
 LINES_VARIABLE, TOKENS_VARIABLE = "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "NVTE_NVFP4_ROW_SCALED_ACTIVATION"
 LINES_KEY, TOKENS_KEY = f"{ENV_VARS}.{LINES_VARIABLE}", f"{ENV_VARS}.{TOKENS_VARIABLE}"
-CHOSEN_SCALES_VARIABLE = "NVTE_NVFP4_4OVER6"
+CHOSEN_SCALES_VARIABLE, BACKWARD_VARIABLE = "NVTE_NVFP4_4OVER6", "NVTE_BACKWARD_OVERRIDE"
+FP4_SWITCHES = ("NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
 VLLM_CFG, PER_TOKEN = "policy.generation.vllm_cfg", "policy.generation.nvfp4_pertoken_rollout"
 POW2_KEYS = ("pow2_weight_scaling_factors", "pow2_activation_scaling_factors")
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3")
@@ -76,6 +78,8 @@ class Precision:
     kv_fp8:        whether the KV cache is FP8
     fp8_param:     whether the trainer stores FP8 weights in FP8 alone
     weight_block:  as nemo_fp8rl.weight_block; None if no key of NeMo RL's says it, and that one decides
+    backward:      likewise nemo_fp8rl.backward
+    hadamard, stochastic_rounding: likewise of nemo_fp8rl.fp4
     """
 
     flow: Flow
@@ -83,17 +87,21 @@ class Precision:
     kv_fp8: bool
     fp8_param: bool = False
     weight_block: Literal["square", "line"] | None = None
+    backward: Backward | None = None
+    hadamard: bool | None = None
+    stochastic_rounding: bool | None = None
 
     @property
     def format(self) -> Format | None:
         """The format of quantized weights, in blocks of squares; None if nothing is quantized."""
         return FLOW_FORMATS.get(self.flow.rpartition("_")[0])
 
-    @property
-    def package_keys(self) -> dict[str, Any]:
-        """The keys of the block nemo_fp8rl that follow from it."""
-        keys = {"flow": self.flow, "scale_format": self.scale_format, "fp8_param": self.fp8_param}
-        return keys if self.weight_block is None else keys | {"weight_block": self.weight_block}
+    def complete(self, block: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the block nemo_fp8rl of a recipe with the keys that follow from the precision."""
+        fp4 = {name: getattr(self, name) for name in ("hadamard", "stochastic_rounding")}
+        keys = {name: getattr(self, name) for name in ("flow", "scale_format", "fp8_param", "weight_block", "backward")}
+        keys["fp4"] = {**(block.get("fp4") or {}), **{name: value for name, value in fp4.items() if value is not None}}
+        return {**block, **{name: value for name, value in keys.items() if value is not None}}
 
 
 def read_precision(policy: Mapping[str, Any]) -> Precision:
@@ -106,10 +114,9 @@ def read_precision(policy: Mapping[str, Any]) -> Precision:
     vllm = generation.get("vllm_cfg") or {}
     trainer, engine = _trainer_format(policy, megatron), _engine_format(generation, vllm)
     if trainer and trainer != engine:
-        name, asked, wanted = (SPELLINGS[trainer][0], *SPELLINGS[trainer][1:])
-        other, sampled = f"{VLLM_CFG}.precision={vllm.get('precision')}", "another precision"
-        if engine:
-            sampled, _, other = SPELLINGS[engine]
+        name, asked, wanted = SPELLINGS[trainer]
+        bf16 = "another precision", "", f"{VLLM_CFG}.precision={vllm.get('precision')}"
+        sampled, _, other = SPELLINGS[engine] if engine else bf16
         raise UserError(
             f"{asked} trains in {name} and {other} samples in {sampled}; set {wanted}, or "
             f"{BF16_TRAINER.get(trainer, f'{FP8_CFG}.enabled=false')}"
@@ -136,13 +143,15 @@ def read_precision(policy: Mapping[str, Any]) -> Precision:
     if trainer:
         _check_bf16_layers(megatron, generation, vllm, engine)
     block = _weight_block(megatron, scales) if flow == "nvfp4_e2e" else None
+    backward = _backward(megatron) if trainer not in ("", "fp8") else None
+    is_off = [_switch(megatron, name) if flow == "nvfp4_e2e" else None for name in FP4_SWITCHES]
     fp8_param = trainer in RECIPES.values() and bool(megatron["fp8_cfg"].get("fp8_param"))
     if fp8_param and trainer != "fp8":
         raise UserError(
             f"{FP8_CFG}.fp8_param=true with fp8_recipe={megatron['fp8_cfg']['fp8_recipe']}: only blockwise FP8 weights "
             "can stand in the place of parameters; set it to false"
         )
-    return Precision(flow, scales, kv_fp8, fp8_param, block)
+    return Precision(flow, scales, kv_fp8, fp8_param, block, backward, *(None if o is None else not o for o in is_off))
 
 
 def bf16_layer_keys(policy: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,6 +163,7 @@ def bf16_layer_keys(policy: Mapping[str, Any]) -> dict[str, Any]:
     vllm = generation.get("vllm_cfg") or {}
     engine = _engine_format(generation, vllm)
     words = list(vllm.get("quantization_ignored_layer_kws") or ())
+    first, last = (vllm.get(f"num_{side}_layers_in_bf16") or 0 for side in ("first", "last"))
     if engine == "nvfp4_a16":
         words += [word for word in WEIGHT_ONLY[_config_name(generation["quant_cfg"])] if word not in words]
     elif engine == "nvfp4":
@@ -161,9 +171,8 @@ def bf16_layer_keys(policy: Mapping[str, Any]) -> dict[str, Any]:
         words += [word for word in (ATTENTION, *(pattern.strip("*.") for pattern in ignored)) if word not in words]
         if not ignored and _is_on(megatron.get("fp4_cfg")):
             first, last = _trainer_bf16_layers(megatron)
-            return _layer_keys(first, last, words)
-    first, last = (vllm.get(f"num_{side}_layers_in_bf16") or 0 for side in ("first", "last"))
-    return _layer_keys(first, last, words)
+    counts = {"num_first_layers_in_bf16": first, "num_last_layers_in_bf16": last}
+    return counts | {"quantization_ignored_layer_kws": words}
 
 
 def engine_fp8_layers(policy: Mapping[str, Any], num_hidden_layers: int) -> Fp8Layers:
@@ -173,11 +182,6 @@ def engine_fp8_layers(policy: Mapping[str, Any], num_hidden_layers: int) -> Fp8L
         return Fp8Layers.none()
     first, last, words = bf16_layer_keys(policy).values()
     return Fp8Layers(first, num_hidden_layers - last, tuple(words))
-
-
-def _layer_keys(first: int, last: int, words: Sequence[str]) -> dict[str, Any]:
-    counts = {"num_first_layers_in_bf16": first, "num_last_layers_in_bf16": last}
-    return counts | {"quantization_ignored_layer_kws": list(words)}
 
 
 def _is_on(block: Any) -> bool:
@@ -328,6 +332,14 @@ def _weight_block(megatron: Mapping[str, Any], scales: ScaleFormat) -> Literal["
             "1x16; set it to '1' for 1x16 on both sides, or to '0' for 16x16 on both, which this package's workers send"
         )
     return "line" if lines else "square"
+
+
+def _backward(megatron: Mapping[str, Any]) -> Backward | None:
+    """Return what gradients multiply in a format other than FP8; None if the recipe does not say it."""
+    value = _variable(megatron, BACKWARD_VARIABLE, "")
+    if value not in ("", "dequantized", "high_precision"):
+        raise UserError(f"{ENV_VARS}.{BACKWARD_VARIABLE}={value!r} must be dequantized or high_precision")
+    return cast("Backward", value) if value else None
 
 
 def _check_engine(vllm: Mapping[str, Any], engine_fp8: bool) -> None:

@@ -116,7 +116,9 @@ NVFP4 = BF16 | {
     "generation.nvfp4_pertoken_rollout": {"enabled": True},
     NVTE + "DISABLE_2D_QUANTIZATION": "0",
 }
-NEMO_RLS = NVFP4 | NO_POW2 | {NVTE + "DISABLE_2D_QUANTIZATION": "1", NVTE + "ROW_SCALED_ACTIVATION": "1"}
+BACKWARD = "megatron_cfg.env_vars.NVTE_BACKWARD_OVERRIDE"
+SWITCHES = ("DISABLE_2D_QUANTIZATION", "ROW_SCALED_ACTIVATION", "DISABLE_RHT", "DISABLE_STOCHASTIC_ROUNDING")
+NEMO_RLS = NVFP4 | NO_POW2 | {NVTE + name: "1" for name in SWITCHES} | {BACKWARD: "dequantized"}
 """NVFP4 from end to end as NeMo RL's own example has it."""
 MLP_ONLY = "examples/modelopt/quant_configs/nvfp4_a16_mlp_only.yaml"
 A16 = BF16 | {"quant_cfg": MLP_ONLY, "generation.quant_cfg": MLP_ONLY, "generation.real_quant": True}
@@ -131,7 +133,13 @@ IGNORED = [f"*.layers.{i}.mlp.experts*" for i in (0, 1, 44, 45, 46, 47)]
         (MXFP8 | NO_POW2 | {TRAINER + "enabled": False}, Precision("mxfp8_rollout", "pow2", False)),
         (MXFP8 | {ENGINE + "kv_cache_dtype": "fp8"}, Precision("mxfp8_e2e", "pow2", True)),
         (NVFP4, Precision("nvfp4_e2e", "pow2", False, weight_block="square")),
-        (NEMO_RLS, Precision("nvfp4_e2e", "fp32", False, weight_block="line")),
+        (NEMO_RLS, Precision("nvfp4_e2e", "fp32", False, False, "line", "dequantized", False, False)),
+        (
+            NVFP4 | {NVTE + "DISABLE_RHT": "0"},
+            Precision("nvfp4_e2e", "pow2", False, False, "square", None, True),
+        ),
+        (MXFP8 | {BACKWARD: "high_precision"}, Precision("mxfp8_e2e", "pow2", False, backward="high_precision")),
+        ({BACKWARD: "dequantized"}, Precision("fp8_e2e", "pow2", False)),  # which layer_specs refuses
         (NVFP4 | NO_POW2 | {FP4: {"enabled": False}}, Precision("nvfp4_rollout", "fp32", False)),
         (A16, Precision("nvfp4_a16_e2e", "pow2", False)),
         (A16 | NO_POW2 | {"quant_cfg": None}, Precision("nvfp4_a16_rollout", "fp32", False)),
@@ -141,7 +149,7 @@ def test_flows_of_the_other_formats(changes, precision):
     read = read_precision(policy(**changes))
     assert read == precision
     assert read.format is not None and read.flow.startswith(read.format.name)
-    assert ("weight_block" in read.package_keys) == (precision.weight_block is not None)
+    assert read.complete({})["flow"] == read.flow
 
 
 @pytest.mark.parametrize(
@@ -184,6 +192,8 @@ def test_both_spellings_of_the_first_and_last_layers_name_the_same_experts():
         (NVFP4 | {ENGINE + "pow2_activation_scaling_factors": False}, "pow2_activation_scaling_factors=false",
          "both to true"),
         (NVFP4 | {NVTE + "4OVER6": "weights"}, "NVTE_NVFP4_4OVER6", "remove it"),
+        (NVFP4 | {NVTE + "DISABLE_RHT": "yes"}, "DISABLE_RHT='yes'", "must be '0' or '1'"),
+        (NVFP4 | {BACKWARD: "native"}, "NVTE_BACKWARD_OVERRIDE='native'", "must be dequantized"),
         (NVFP4 | {f"megatron_cfg.{TE_FILE}": None}, f"{TE_FILE}=None", "attn_bf16_mlp_nvfp4.yaml"),
         (NVFP4 | {"generation.nvfp4_pertoken_rollout": {"enabled": True, "additional_ignore": IGNORED[:-1]}},
          "additional_ignore leaves layers [0, 1, 44, 45, 46]", "remove additional_ignore"),
@@ -209,3 +219,10 @@ def test_a_half_of_a_format_is_refused_in_one_sentence(changes, key, fix):
     assert key in str(caught.value)
     assert fix in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_variables_of_the_backward_become_keys_of_the_package_and_leave_its_others():
+    block = read_precision(policy(**NEMO_RLS)).complete({"align": "none", "fp4": {"estimator": "differentiable"}})
+    fp4 = {"estimator": "differentiable", "hadamard": False, "stochastic_rounding": False}
+    assert (block["align"], block["backward"], block["fp4"]) == ("none", "dequantized", fp4)
+    assert read_precision(policy()).complete({"backward": "auto"})["backward"] == "auto"

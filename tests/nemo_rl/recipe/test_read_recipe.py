@@ -179,3 +179,17 @@ policy:
     said = refusal(nvfp4 + "nemo_fp8rl: {weight_block: square}\n")
     assert "nemo_fp8rl.weight_block follows from policy.megatron_cfg.env_vars.NVTE_NVFP4_DISABLE_2D" in said
     assert "remove it" in said
+
+
+def test_the_backward_is_said_by_a_variable_or_by_our_key_and_not_by_both(refusal, recipe):
+    mxfp8 = (
+        CHILD
+        + """
+policy:
+  megatron_cfg: {fp8_cfg: {enabled: true, fp8_recipe: mxfp8}, env_vars: {NVTE_BACKWARD_OVERRIDE: dequantized}}
+  generation: {vllm_cfg: {precision: fp8, is_mx: true}}
+"""
+    )
+    assert recipe(mxfp8).fp8rl.resolved_backward == "dequantized"
+    said = refusal(mxfp8 + "nemo_fp8rl: {backward: high_precision}\n")
+    assert "nemo_fp8rl.backward and policy.megatron_cfg.env_vars.NVTE_BACKWARD_OVERRIDE say the same" in said
