@@ -71,6 +71,8 @@ def _check_gpu(hf: HfConfig, cfg: Config, trains: bool) -> None:
         raise UserError(
             f"nemo_fp8rl.fp4.clamp_quantile={quantile}: only engines on a CPU clamp activations; set it to null"
         )
+    if not cfg.nemo_fp8rl.quantizes_rollout:
+        return
     flow, capability = cfg.nemo_fp8rl.flow, torch.cuda.get_device_capability()
     if refusal := why_flow_unsupported(flow, torch.cuda.get_device_name(), capability, trains):
         raise UserError(f"nemo_fp8rl.flow={flow}: {refusal}; set nemo_fp8rl.flow={nearest_flow(flow, capability)}")
