@@ -78,7 +78,7 @@ class Fp8RlConfig(Block):
         NemoRl("policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors"),
     ] = "pow2"
     """Scales of the FP8 blocks, and the global scale of an NVFP4 tensor. Every quantizer agrees on pow2 scales only."""
-    weight_block: Literal["square", "line"] = "square"
+    weight_block: Annotated[Literal["square", "line"], EarlierRuns("square")] = "square"
     """Blocks of MXFP8 and NVFP4 weights. square: 32x32 and 16x16, the same bytes forward and backward. line: 1x32 and
     1x16, as libraries quantize for engines alone."""
     backward: Annotated[Literal["auto"] | Backward, EarlierRuns("auto")] = "auto"

@@ -156,7 +156,7 @@ def fake_quantize(
     x, dtype = x.detach(), dtype or x.dtype
     if format.element == "e4m3":
         return kernels.load_emulation(x.device.type)(x, block, _rule(format, scale_format), dtype)
-    encode = encode_scale(_largest(x.reshape(1, x.numel())), scale_format) if encode is None else encode
+    encode = encode_scale(_largest(x.reshape(1, -1)), scale_format) if encode is None else encode
     return kernels.load_fp4_emulation(x.device.type)(x, block, encode.reshape(-1), flush, dtype)
 
 
