@@ -90,7 +90,7 @@ class Fp8RlConfig(Block):
     rollout: it keeps its own keys and values."""
     workers: Annotated[Literal["auto", "ours", "nemo_rl"], MAY_CHANGE] = "auto"
     """Trainer and engines of `nemo-fp8rl nemo`: ours or NeMo RL's, which need GPUs. auto takes NeMo RL's where there
-    are GPUs."""
+    are GPUs and nothing is MXFP8 or NVFP4."""
     fp8_param: Annotated[bool, MAY_CHANGE, NemoRl("policy.megatron_cfg.fp8_cfg.fp8_param")] = False
     """Hold weights of FP8 layers in FP8 alone (GPU). A refit sends these bytes as they are; the optimizer
     has the float32 master. The bytes, and so the numbers, are the same; without a GPU it changes nothing."""

@@ -9,7 +9,6 @@ from nemo_fp8rl.algorithms.loss_config import resolve_correction
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import has_password, looks_secret
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.fp8 import FP8
 
 
 def lookup(cfg: Any, key: str) -> Any:
@@ -35,23 +34,9 @@ def check(cfg: Config) -> None:
     if policy.precision == "float32" and cfg.nemo_fp8rl.flow != "bf16":
         raise UserError(
             f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
-            "FP8 weights are quantized from the bfloat16 parameter"
+            "weights are quantized from the bfloat16 parameter"
         )
-    if cfg.nemo_fp8rl.fp8_param and not (cfg.nemo_fp8rl.quantizes_training and cfg.nemo_fp8rl.format is FP8):
-        raise UserError(
-            f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow="
-            f"{cfg.nemo_fp8rl.flow} it has none: set it to false, or flow=fp8_e2e"
-        )
-    if cfg.nemo_fp8rl.weight_block == "line" and not cfg.nemo_fp8rl.flow.startswith(("mxfp8", "nvfp4")):
-        raise UserError(
-            f"nemo_fp8rl.weight_block=line is for MXFP8 and NVFP4, and nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} has "
-            "blocks of its own: leave it out, or take a flow of these formats"
-        )
-    if cfg.nemo_fp8rl.scale_format == "fp32" and cfg.nemo_fp8rl.flow.startswith("mxfp8"):
-        raise UserError(
-            f"nemo_fp8rl.scale_format=fp32: scales of nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} are powers of two by the "
-            "format: set it to pow2"
-        )
+    _check_number_format(cfg)
     _check_quantized_training(cfg)
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
@@ -78,6 +63,25 @@ def check(cfg: Config) -> None:
         _check_colocated(cfg)
     _check_environment(cfg)
     check_tracker(cfg.logger.mlflow.tracking_uri)
+
+
+def _check_number_format(cfg: Config) -> None:
+    choice, name = cfg.nemo_fp8rl, cfg.nemo_fp8rl.flow.rpartition("_")[0]
+    if choice.fp8_param and choice.flow != "fp8_e2e":
+        raise UserError(
+            f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow={choice.flow} it "
+            "has none: set it to false, or flow=fp8_e2e"
+        )
+    if choice.weight_block == "line" and name in ("", "fp8"):
+        raise UserError(
+            f"nemo_fp8rl.weight_block=line is for MXFP8 and NVFP4, and nemo_fp8rl.flow={choice.flow} has blocks of its "
+            "own: leave it out, or take a flow of these formats"
+        )
+    if choice.scale_format == "fp32" and name == "mxfp8":
+        raise UserError(
+            f"nemo_fp8rl.scale_format=fp32: scales of nemo_fp8rl.flow={choice.flow} are powers of two by the format: "
+            "set it to pow2"
+        )
 
 
 def _check_quantized_training(cfg: Config) -> None:

@@ -1,13 +1,16 @@
-"""The FP8 support of GPUs, by CUDA compute capability. No torch: a recipe is checked against GPUs before torch loads.
+"""The number formats of GPUs, by CUDA compute capability. No torch: a recipe is checked before torch loads.
 
 FP8 tensor cores come with Ada (8.9). Transformer Engine's blockwise recipe, which trains, needs Hopper (9.0):
 `check_fp8_block_scaling_support` in
 https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py
+Blackwell (10.0) multiplies MXFP8 and NVFP4. Before it, vLLM's Marlin kernels multiply 4-bit weights with bfloat16
+activations, which is nvfp4_a16, from Ampere (8.0) on. Marlin would do the same with MXFP8 weights, but then the engine
+would compute another function than the trainer, which quantizes activations. Trainers emulate these formats on any GPU.
 """
 
 Capability = tuple[int, int]
 
-ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
+AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 
 CAPABILITIES: dict[str, Capability] = {
     **{"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "a10": (8, 6), "a10g": (8, 6), "a40": (8, 6)},
@@ -18,19 +21,37 @@ CAPABILITIES: dict[str, Capability] = {
 """Compute capability by the name of the GPU, in lower case; Ray calls that name a node's accelerator type."""
 
 
-def why_no_fp8(gpu: str, capability: Capability, training: bool) -> str:
-    """Return why this GPU cannot multiply in FP8, as a clause with its name; empty if it can.
+NEEDED = {"fp8": ADA, "mxfp8": BLACKWELL, "nvfp4": BLACKWELL, "nvfp4_a16": AMPERE}
+"""The lowest compute capability at which an engine multiplies in a format, by the format's name in nemo_fp8rl.flow."""
+NAMES = {"fp8": "FP8", "mxfp8": "MXFP8", "nvfp4": "NVFP4 with 4-bit activations", "nvfp4_a16": "NVFP4"}
+OLDER = {"mxfp8": "fp8", "nvfp4": "nvfp4_a16"}
+"""Format -> the nearest one that runs on older GPUs."""
 
-    training: True for blockwise FP8 in forward and backward, as an fp8_e2e trainer needs; an engine only multiplies
-              forward
+
+def why_flow_unsupported(flow: str, gpu: str, capability: Capability, trains: bool) -> str:
+    """Return why this GPU cannot run a flow, as a clause with its name; empty if it can.
+
+    flow:   nemo_fp8rl.flow
+    trains: True if the GPU trains as well; an engine only multiplies forward
     """
-    if capability < ADA:
-        use, needed = "FP8 needs", ADA
-    elif training and capability < HOPPER:
+    name, _, side = flow.rpartition("_")
+    if name in NEEDED and capability < NEEDED[name]:
+        use, needed = f"{NAMES[name]} needs", NEEDED[name]
+    elif name == "fp8" and side == "e2e" and trains and capability < HOPPER:
         use, needed = "blockwise FP8 training needs", HOPPER
     else:
         return ""
     return f"{use} a GPU of compute capability {_dotted(needed)} or higher, and {gpu} has {_dotted(capability)}"
+
+
+def nearest_flow(flow: str, capability: Capability) -> str:
+    """Return the flow that a GPU runs in the place of one that it cannot run."""
+    name, _, side = flow.rpartition("_")
+    older = OLDER.get(name, name)
+    for candidate in (f"{older}_{side}", f"{older}_rollout"):
+        if not why_flow_unsupported(candidate, "", capability, trains=True):
+            return candidate
+    return "bf16"
 
 
 def _dotted(capability: Capability) -> str:

@@ -7,9 +7,14 @@ import torch
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.fp8.gpu_support import ADA, why_no_fp8
+from nemo_fp8rl.fp8.gpu_support import nearest_flow, why_flow_unsupported
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
-from nemo_fp8rl.hf.fp8_layers import attention_dimensions, mlp_dimension, requested_fp8_layers
+from nemo_fp8rl.hf.fp8_layers import (
+    attention_dimensions,
+    check_kernel_widths,
+    mlp_dimension,
+    requested_fp8_layers,
+)
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.shared_operations import check_shared_operations, chooses_flash_attention_3
 from nemo_fp8rl.ops import flash_attention
@@ -56,29 +61,30 @@ def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
         if chooses_flash_attention_3(cfg):
             flash_attention.check_machine()
     if torch.cuda.is_available():
-        _check_gpu(cfg, trains and cfg.nemo_fp8rl.flow == "fp8_e2e")
+        _check_gpu(hf, cfg, trains)
     else:
         _check_cpu(hf, cfg)
 
 
-def _check_gpu(cfg: Config, training: bool) -> None:
-    if not cfg.nemo_fp8rl.quantizes_rollout:
-        return
+def _check_gpu(hf: HfConfig, cfg: Config, trains: bool) -> None:
     if (quantile := cfg.nemo_fp8rl.fp4.clamp_quantile) is not None:
         raise UserError(
             f"nemo_fp8rl.fp4.clamp_quantile={quantile}: only engines on a CPU clamp activations; set it to null"
         )
-    capability = torch.cuda.get_device_capability()
-    if refusal := why_no_fp8(torch.cuda.get_device_name(), capability, training):
-        possible = "bf16" if capability < ADA else "fp8_rollout"
-        raise UserError(f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow}: {refusal}; set nemo_fp8rl.flow={possible}")
+    if not cfg.nemo_fp8rl.quantizes_rollout:
+        return
+    flow, capability = cfg.nemo_fp8rl.flow, torch.cuda.get_device_capability()
+    if refusal := why_flow_unsupported(flow, torch.cuda.get_device_name(), capability, trains):
+        raise UserError(f"nemo_fp8rl.flow={flow}: {refusal}; set nemo_fp8rl.flow={nearest_flow(flow, capability)}")
+    check_kernel_widths(hf, cfg)
 
 
 def _check_parallel(hf: HfConfig, cfg: Config) -> None:
     vllm = cfg.policy.generation.vllm_cfg
     tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
     fp8 = requested_fp8_layers(hf, cfg)
-    divided = attention_dimensions(hf, fp8) + ([mlp_dimension(hf, fp8)] if expert == 1 else [])
+    block = cfg.nemo_fp8rl.format.line_block[1]
+    divided = attention_dimensions(hf, fp8, block) + ([mlp_dimension(hf, fp8, block)] if expert == 1 else [])
     check_divides(f"{KEY_PREFIX}.tensor_parallel_size", tensor, *divided)
     if expert == 1:
         return

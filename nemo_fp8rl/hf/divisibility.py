@@ -46,7 +46,7 @@ def check_divides(key: str, parts: int, *dimensions: Dimension) -> None:
     for dimension in dimensions:
         if not dimension.can_split_into(parts):
             name, size, block = dimension
-            blocks = f" in multiples of {block}, the blocks of FP8" if block > 1 else ""
+            blocks = f" in multiples of {block}, the size of its blocks" if block > 1 else ""
             possible = (n for n in range(1, size + 1) if all(other.can_split_into(n) for other in dimensions))
             fits = ", ".join(map(str, islice(possible, 8)))
             raise UserError(

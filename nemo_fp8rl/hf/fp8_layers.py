@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers
+from nemo_fp8rl.fp8 import BLOCK, Format, Fp8Layers
 from nemo_fp8rl.hf.divisibility import Dimension, layer_suffix
 from nemo_fp8rl.hf.model_config import HfConfig
 
 IGNORED = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
 QUERIES, KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+KERNEL_WIDTH = 32
+"""Values, along rows and columns, of which vLLM's kernels of 4 bits take multiples."""
 
 
 def requested_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
@@ -38,7 +40,7 @@ def engine_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
             f"FP8 layer of the model's {hf.num_hidden_layers}; lower them, or use nemo_fp8rl.flow=bf16"
         )
     check_ignored(hf, layers, IGNORED)
-    check_fp8_alignment(hf, layers, cfg.nemo_fp8rl.flow)
+    check_block_alignment(hf, layers, cfg.nemo_fp8rl.flow, cfg.nemo_fp8rl.format)
     return layers
 
 
@@ -65,18 +67,45 @@ def trainer_fp8_layers(hf: HfConfig, cfg: Config) -> Fp8Layers:
     return engine_fp8_layers(hf, cfg) if cfg.nemo_fp8rl.quantizes_training else Fp8Layers.none()
 
 
-def check_fp8_alignment(hf: HfConfig, layers: Fp8Layers, flow: str) -> None:
-    """Raise UserError if an FP8 projection would not start at a block border of its fused matrix.
+def check_block_alignment(hf: HfConfig, layers: Fp8Layers, flow: str, format: Format) -> None:
+    """Raise UserError if a quantized projection would not start at a block border of its fused matrix.
 
-    Engine and trainer fuse q, k and v, and gate and up, one below the other.
+    Engine and trainer fuse q, k and v, and gate and up, one below the other. The columns of MXFP8 and NVFP4 must be
+    whole blocks as well, because their kernels and checkpoints have no ragged ones.
     """
-    for word, name, size in unaligned_projections(hf, layers, fused_sizes(hf)):
-        below = size // BLOCK[0] * BLOCK[0]
-        fits = " and ".join(str(nearest) for nearest in (below, below + BLOCK[0]) if nearest)
+    block = format.line_block[1]
+    unaligned = list(unaligned_projections(hf, layers, fused_sizes(hf), block))
+    if format.name != "fp8":
+        unaligned += unaligned_projections(hf, layers, summed_sizes(hf), block)
+    for word, name, size in unaligned:
+        below = size // block * block
+        fits = " and ".join(str(nearest) for nearest in (below, below + block) if nearest)
+        kept = f"keep that in bfloat16 by {IGNORED}=[{word}], or " if word else ""
         raise UserError(
             f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size}{layer_suffix(name)} is not a multiple "
-            f"of {BLOCK[0]} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same "
-            f"blocks; keep that in bfloat16 by {IGNORED}=[{word}], or use nemo_fp8rl.flow=bf16"
+            f"of {block} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same "
+            f"blocks; {kept}use nemo_fp8rl.flow=bf16"
+        )
+
+
+def check_kernel_widths(hf: HfConfig, cfg: Config) -> None:
+    """Raise UserError if the matrices of an engine's process are no whole tiles of vLLM's kernels of 4 bits on a GPU.
+
+    Source: vLLM, pad_nvfp4_weight_for_cutlass, which pads rows and columns to multiples of KERNEL_WIDTH
+    """
+    choice, layers = cfg.nemo_fp8rl, requested_fp8_layers(hf, cfg)
+    if choice.format.element != "e2m1":
+        return
+    vllm = cfg.policy.generation.vllm_cfg
+    split = 1 if hf.family.experts and vllm.expert_parallel_size > 1 else vllm.tensor_parallel_size
+    sizes = fused_sizes(hf) | summed_sizes(hf)
+    of_process = {word: (name, size // (split if word == "mlp" else 1)) for word, (name, size) in sizes.items()}
+    if found := next(unaligned_projections(hf, layers, of_process, KERNEL_WIDTH), None):
+        _, name, size = found
+        raise UserError(
+            f"nemo_fp8rl.flow={choice.flow}: vLLM's kernels of 4 bits take multiples of {KERNEL_WIDTH} values on a "
+            f"GPU, and a process of an engine has {name}={size}{layer_suffix(name)}; lower "
+            "policy.generation.vllm_cfg.tensor_parallel_size, or set nemo_fp8rl.flow=bf16"
         )
 
 
@@ -90,12 +119,20 @@ def fused_sizes(hf: HfConfig) -> dict[str, tuple[str, int]]:
     return {"q_proj": (KEYS, hf.num_key_value_heads * hf.head_dim), "mlp": (mlp, hf.intermediate_size)}
 
 
+def summed_sizes(hf: HfConfig) -> dict[str, tuple[str, int]]:
+    """Return the columns of the quantized projections, as `fused_sizes` does; those of down_proj are the rows there.
+
+    The word of the hidden size, whose projections are in every layer, is empty: it is in every name.
+    """
+    return {"": ("hidden_size", hf.hidden_size), "o_proj": (QUERIES, hf.num_attention_heads * hf.head_dim)}
+
+
 def unaligned_projections(
-    hf: HfConfig, layers: Fp8Layers, sizes: Mapping[str, tuple[str, int]]
+    hf: HfConfig, layers: Fp8Layers, sizes: Mapping[str, tuple[str, int]], unit: int = BLOCK[0]
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield (word, dimension, size) of the FP8 projections in `sizes` that are not whole blocks."""
+    """Yield (word, dimension, size) of the FP8 projections in `sizes` that are not whole blocks of `unit`."""
     for word, (name, size) in sizes.items():
-        if size % BLOCK[0] and is_fp8(hf, layers, word):
+        if size % unit and is_fp8(hf, layers, word):
             yield word, name, size
 
 
@@ -104,20 +141,21 @@ def is_fp8(hf: HfConfig, layers: Fp8Layers, word: str) -> bool:
     return any(word in name for name in projections(hf, layers))
 
 
-def attention_dimensions(hf: HfConfig, layers: Fp8Layers) -> list[Dimension]:
+def attention_dimensions(hf: HfConfig, layers: Fp8Layers, block: int = BLOCK[0]) -> list[Dimension]:
     """Return the dimensions of attention that tensor parallelism divides.
 
     These are the heads, and the rows or columns of FP8 projections.
+
+    block: columns of a block
     """
     heads, groups = hf.num_attention_heads, hf.num_key_value_heads
     dimensions = [Dimension("num_attention_heads", heads), Dimension("num_key_value_heads", groups)]
     for word, name, count in (("q_proj", KEYS, groups), ("o_proj", QUERIES, heads)):
         if is_fp8(hf, layers, word):
-            dimensions.append(Dimension(name, count * hf.head_dim, BLOCK[0]))
+            dimensions.append(Dimension(name, count * hf.head_dim, block))
     return dimensions
 
 
-def mlp_dimension(hf: HfConfig, layers: Fp8Layers) -> Dimension:
-    """Return the dimension of an MLP, or of each expert, that tensor parallelism divides."""
-    block = BLOCK[0] if is_fp8(hf, layers, "mlp") else 1
-    return Dimension(hf.family.intermediate_size, hf.intermediate_size, block)
+def mlp_dimension(hf: HfConfig, layers: Fp8Layers, block: int = BLOCK[0]) -> Dimension:
+    """Return the dimension of an MLP, or of each expert, that tensor parallelism divides. block: columns of a block."""
+    return Dimension(hf.family.intermediate_size, hf.intermediate_size, block if is_fp8(hf, layers, "mlp") else 1)

@@ -157,3 +157,21 @@ def test_what_lets_both_sides_differ_more_raises_the_limit():
 
 def test_without_a_comparison_there_is_no_alarm():
     assert alarm({}, 1.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("flow", "measured"),
+    [("mxfp8_rollout", 1.022), ("nvfp4_a16_rollout", 1.14), ("nvfp4_rollout", 1.25), ("nvfp4_e2e", 1.01)],
+)
+def test_the_other_formats_explain_what_the_tiny_model_measures_and_not_ten_times_that(flow, measured):
+    explained = explained_mismatch(flow)
+    assert measured < explained < 1 + 15 * (measured - 1)
+
+
+def test_fewer_bits_explain_more():
+    sides = [[explained_mismatch(f"{name}_{side}") for side in ("e2e", "rollout")] for name in ("mxfp8", "nvfp4")]
+    assert all(e2e < rollout for e2e, rollout in sides) and sides[0] < sides[1]
+    assert explained_mismatch("nvfp4_a16_rollout") < explained_mismatch("nvfp4_rollout")
+    for name in ("mxfp8", "nvfp4", "nvfp4_a16"):
+        assert explained_mismatch(f"{name}_e2e", aligned=True) == explained_mismatch("fp8_e2e", aligned=True)
+        assert explained_mismatch(f"{name}_rollout", aligned=True) == explained_mismatch(f"{name}_rollout")

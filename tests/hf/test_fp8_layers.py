@@ -8,7 +8,12 @@ import pytest
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.divisibility import check_divides
-from nemo_fp8rl.hf.fp8_layers import attention_dimensions, engine_fp8_layers, trainer_fp8_layers
+from nemo_fp8rl.hf.fp8_layers import (
+    attention_dimensions,
+    check_kernel_widths,
+    engine_fp8_layers,
+    trainer_fp8_layers,
+)
 from tests.hf.test_hf_files import HF
 
 IGNORED = "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
@@ -115,3 +120,38 @@ def test_borders_that_leave_no_fp8_layer_are_refused(recipe):
             hf,
             recipe(*(f"policy.generation.vllm_cfg.num_{n}_layers_in_bf16={i}" for n, i in (("first", 3), ("last", 1)))),
         )
+
+
+@pytest.mark.parametrize(
+    ("flow", "sizes", "refused"),
+    [
+        ("mxfp8_e2e", {"head_dim": 32, "intermediate_size": 96, "hidden_size": 64}, ""),
+        ("nvfp4_e2e", {"head_dim": 16, "intermediate_size": 48, "hidden_size": 80}, ""),
+        (
+            "mxfp8_rollout",
+            {"intermediate_size": 48},
+            r"intermediate_size=48 .* of 32 \(.* 32 and 64\).*=\[mlp\]",
+        ),
+        ("nvfp4_a16_e2e", {"intermediate_size": 24}, r"intermediate_size=24 .* of 16 \(nearest .* 16 and 32\)"),
+        (
+            "nvfp4_e2e",
+            {"hidden_size": 72},
+            r"hidden_size=72 is not a multiple of 16 .*; use nemo_fp8rl.flow=bf16",
+        ),
+    ],
+)
+def test_blocks_of_the_other_formats_are_smaller_and_whole_along_columns(recipe, flow, sizes, refused):
+    hf = dataclasses.replace(HF, **{**WHOLE, "num_key_value_heads": 1, **sizes})
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        engine_fp8_layers(hf, recipe(f"nemo_fp8rl.flow={flow}"))
+
+
+@pytest.mark.parametrize(("flow", "refused"), [("nvfp4_a16_e2e", True), ("nvfp4_e2e", True), ("mxfp8_e2e", False)])
+def test_kernels_of_4_bits_take_whole_tiles_in_each_process(recipe, flow, refused):
+    """Half of 96 is whole blocks of 16 in two processes, and no tile of 32."""
+    hf = dataclasses.replace(HF, head_dim=64, intermediate_size=96, hidden_size=64)
+    words = [f"nemo_fp8rl.flow={flow}", "policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.backend=ray"]
+    check_kernel_widths(hf, recipe(words[0]))
+    told = r"of 4 bits take multiples of 32 .* has intermediate_size=48 of mlp.gate_proj; lower"
+    with pytest.raises(UserError, match=told) if refused else nullcontext():
+        check_kernel_widths(hf, recipe(*words))

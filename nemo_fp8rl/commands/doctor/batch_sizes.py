@@ -124,7 +124,7 @@ def _multiples(plan: Plan) -> Iterator[Finding]:
                 f"policy.{key}={multiple} must be a multiple of {needed} (twice context_parallel_size, times "
                 "tensor_model_parallel_size under sequence_parallel)"
             )
-        elif plan.trainer_fp8 and not plan.packing and multiple % tokens:
+        elif plan.quantizes_training and not plan.packing and multiple % tokens:
             yield _error(
                 f"policy.{key}={multiple} must be a multiple of {tokens}: FP8 matmuls need multiples of {FP8_TOKENS} "
                 "tokens on each rank; or enable policy.sequence_packing, which pads packs to 128"

@@ -1,8 +1,8 @@
-"""GPUs: their memory, and the FP8 features of their hardware and libraries.
+"""GPUs: their memory, and the number formats of their hardware and libraries.
 
 Sources:
 - Memory: the total that nvidia-smi shows.
-- Compute capabilities, and the FP8 features that need them: `fp8/gpu_support.py`.
+- Compute capabilities, and the formats that need them: `fp8/gpu_support.py`.
 - Transformer Engine's blockwise recipe also needs CUDA 12.9; on Blackwell it is emulated by MXFP8, which has
   power-of-two scales alone: `check_fp8_block_scaling_support`, and the recipe's use, in
   https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py;
@@ -22,12 +22,15 @@ from dataclasses import dataclass
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.fp8.gpu_support import ADA, BLACKWELL, CAPABILITIES, HOPPER, Capability
+from nemo_fp8rl.fp8 import FP8
+from nemo_fp8rl.fp8.gpu_support import ADA, BLACKWELL, CAPABILITIES, HOPPER, NAMES, Capability
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import why_gpu_unsupported
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.stock.stock_limits import LATENT_CACHE_UNSUPPORTED
 
 TOPIC = "hardware"
+KERNELS_OF_VLLM = {"mxfp8": "CUTLASS", "nvfp4": "CUTLASS or FlashInfer", "nvfp4_a16": "Marlin"}
+"""Format -> the kernels of vLLM that multiply it."""
 MOE_BACKEND = "policy.generation.vllm_kwargs.moe_backend"
 
 
@@ -68,21 +71,25 @@ def gpu_by_name(name: str) -> Gpu:
 
 
 def check_hardware(plan: Plan, gpu: Gpu) -> Iterator[Finding]:
-    if not plan.engine_fp8:
-        yield Finding("ok", TOPIC, f"nothing in this recipe is FP8; it runs on any GPU, {gpu.name} too")
+    if not plan.quantizes_rollout:
+        yield Finding("ok", TOPIC, f"nothing in this recipe is quantized; it runs on any GPU, {gpu.name} too")
         return
-    if refusal := why_gpu_unsupported("fp8_e2e" if plan.trainer_fp8 else "fp8_rollout", gpu.name, gpu.capability):
+    if refusal := why_gpu_unsupported(plan.flow, gpu.name, gpu.capability):
         yield Finding("error", TOPIC, refusal)
-        if gpu.capability < ADA:
+        if gpu.capability < ADA or plan.format is not FP8:
             return
-    elif plan.trainer_fp8:
+    elif plan.quantizes_training:
         yield _trainer(plan, gpu)
-    yield _package_engine(gpu) if plan.uses_package_workers else _engine(plan, gpu)
+    yield _package_engine(plan, gpu) if plan.uses_package_workers else _engine(plan, gpu)
     if plan.kv_fp8:
         yield _cache(plan, gpu)
 
 
 def _trainer(plan: Plan, gpu: Gpu) -> Finding:
+    if plan.format is not FP8:
+        name = NAMES[plan.flow.removesuffix("_e2e")]
+        text = f"our trainer on {gpu.name} multiplies the values of {name} in bfloat16: it is no faster than bfloat16"
+        return Finding("ok", TOPIC, text)
     if gpu.capability < BLACKWELL:
         return Finding("ok", TOPIC, f"{gpu.name} (Hopper) trains by the blockwise recipe, with CUDA 12.9 or newer")
     if not plan.pow2:
@@ -138,7 +145,11 @@ def _engine(plan: Plan, gpu: Gpu) -> Finding:
     return Finding("ok", TOPIC, f"{kernels} on {gpu.name}{of_experts} multiplies the values that the refit sends")
 
 
-def _package_engine(gpu: Gpu) -> Finding:
+def _package_engine(plan: Plan, gpu: Gpu) -> Finding:
+    if plan.format is not FP8:
+        name = plan.flow.rpartition("_")[0]
+        text = f"our engines on {gpu.name} multiply {NAMES[name]} by {KERNELS_OF_VLLM[name]}"
+        return Finding("ok", TOPIC, text)
     hopper = HOPPER <= gpu.capability < BLACKWELL  # elsewhere generation/fp8_method/gpu_linear.py skips DeepGEMM
     kernels = "DeepGEMM, CUTLASS or Triton" if hopper else "CUTLASS or Triton"
     return Finding("ok", TOPIC, f"our engines on {gpu.name} multiply what the refit sends, by {kernels}")

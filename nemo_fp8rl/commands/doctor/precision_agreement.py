@@ -12,21 +12,31 @@ from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, Plan
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8.layers import LAYER
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous
-from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
+from nemo_fp8rl.nemo_rl.recipe.precision import knows_quant_cfg, read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import why_corrections_conflict
 from nemo_fp8rl.nemo_rl.stock.stock_limits import why_kv_scales_unsupported
 
 TOPIC = "precision"
+FLOAT32_SCALES = (
+    "float32 scales: quantizers of trainer and engine differ in a third of the activations' scales; power-of-two "
+    "scales agree to the bit"
+)
+FLOAT32_GLOBALS = (
+    "float32 global scales follow the largest value of a tensor, so that ranks which share one have different scales "
+    f"and deltas are large; with {ENGINE}.pow2_weight_scaling_factors=true and pow2_activation_scaling_factors=true "
+    "values do not depend on the global scale"
+)
 
 
 def check_format(plan: Plan) -> list[Finding]:
-    """Return a finding if NeMo RL quantizes by ModelOpt, most often to NVFP4; else [].
+    """Return a finding if NeMo RL quantizes by a config of ModelOpt's that this package does not run; else [].
 
     `quant_cfg` takes other workers and engines (nemo_rl/modelopt/), whatever the FP8 keys state, so this finding
     replaces those on precision, memory and hardware.
     """
     sides = {"policy": plan.policy, "policy.generation": plan.generation}
-    keys = [f"{side}.quant_cfg={block['quant_cfg']}" for side, block in sides.items() if block.get("quant_cfg")]
+    configs = {f"{side}.quant_cfg": block.get("quant_cfg") for side, block in sides.items()}
+    keys = [f"{key}={config}" for key, config in configs.items() if config and not knows_quant_cfg(config)]
     if not keys:
         return []
     text = "one of ModelOpt's formats, none that the doctor knows: it says nothing of precision, memory and hardware"
@@ -39,15 +49,10 @@ def check_agreement(plan: Plan) -> Iterator[Finding]:
     except UserError as error:
         yield Finding("error", TOPIC, str(error))
     else:
-        scales = f", {precision.scale_format} scales" if plan.engine_fp8 else ""
+        scales = f", {precision.scale_format} scales" if plan.quantizes_rollout else ""
         yield Finding("ok", TOPIC, f"{precision.flow}{scales}, {'FP8' if precision.kv_fp8 else 'bfloat16'} KV cache")
         if precision.flow != "bf16" and precision.scale_format == "fp32":
-            yield Finding(
-                "warn",
-                TOPIC,
-                "float32 scales: quantizers of trainer and engine differ in a third of the activations' scales; "
-                "power-of-two scales agree to the bit",
-            )
+            yield Finding("warn", TOPIC, FLOAT32_GLOBALS if plan.format.has_global else FLOAT32_SCALES)
     yield from _layers(plan)
     yield from _correction(plan)
     if plan.kv_fp8:
@@ -56,7 +61,7 @@ def check_agreement(plan: Plan) -> Iterator[Finding]:
 
 def _layers(plan: Plan) -> Iterator[Finding]:
     """Yield a finding on linears that are FP8 in the trainer alone."""
-    if not (plan.trainer_fp8 and plan.engine_fp8):
+    if not (plan.quantizes_training and plan.quantizes_rollout):
         return
     weights = [weight for i in range(plan.shape.layers) for weight in plan.shape.layer(i)]
     differ = [w.name for w in weights if plan.is_fp8_in_trainer(w) and not plan.is_fp8_in_engine(w)]
@@ -70,11 +75,11 @@ def _layers(plan: Plan) -> Iterator[Finding]:
             "quantization_ignored_layer_kws and FP8 in NeMo RL's trainer, which has no such list",
         )
     else:
-        yield Finding("ok", TOPIC, "the same linears are FP8 in trainer and engine")
+        yield Finding("ok", TOPIC, "the same linears are quantized in trainer and engine")
 
 
 def _correction(plan: Plan) -> Iterator[Finding]:
-    if not plan.engine_fp8:
+    if not plan.quantizes_rollout:
         return
     loss, correction = plan.values["loss_fn"], plan.values["nemo_fp8rl"]["correction"]
     if correction is not None:
@@ -121,7 +126,7 @@ def _cache(plan: Plan) -> Iterator[Finding]:
     if not plan.uses_package_workers:
         yield from (Finding("error", TOPIC, refusal) for refusal in why_kv_scales_unsupported(plan.values))
     kv = plan.values["nemo_fp8rl"]["kv"]
-    if not plan.trainer_fp8 or kv == "rollout":
+    if not plan.quantizes_training or kv == "rollout":
         yield Finding(
             "warn",
             TOPIC,

@@ -7,10 +7,13 @@ from typing import Any
 
 from nemo_fp8rl.commands.doctor.models.shape import Shape
 from nemo_fp8rl.commands.doctor.models.sizes import Weight
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.fp8rl_schema import Flow
+from nemo_fp8rl.fp8 import FP8, Format, with_lines
 from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers, fused_projections
 from nemo_fp8rl.hf.divisibility import pipeline_stages
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
-from nemo_fp8rl.nemo_rl.recipe.precision import engine_fp8_layers
+from nemo_fp8rl.nemo_rl.recipe.precision import Precision, engine_fp8_layers, knows_quant_cfg, read_precision
 
 TRAINER = "policy.megatron_cfg"
 ENGINE = "policy.generation.vllm_cfg"
@@ -120,8 +123,9 @@ class Plan:
 
     @property
     def uses_package_workers(self) -> bool:
-        """True for the package's trainer and engines. `auto` takes NeMo RL's workers on GPUs."""
-        return bool(self.values["nemo_fp8rl"]["workers"] == "ours")
+        """True for the package's trainer and engines. `auto` takes NeMo RL's workers on GPUs where these do."""
+        workers = self.values["nemo_fp8rl"]["workers"]
+        return bool(workers == "ours" or (workers == "auto" and self.format is not FP8))
 
     @property
     def takes_deltas(self) -> bool:
@@ -131,18 +135,45 @@ class Plan:
 
     # Precision as the recipe states it; `nemo_rl/recipe/precision.py` checks it
 
+    @cached_property
+    def precision(self) -> Precision | None:
+        """The precision of both sides; None if they do not agree."""
+        try:
+            return read_precision(self.policy)
+        except UserError:
+            return None
+
     @property
-    def trainer_fp8(self) -> bool:
-        return bool((self.megatron.get("fp8_cfg") or {}).get("enabled"))
+    def flow(self) -> Flow:
+        """The flow; of FP8 if the two sides do not agree."""
+        if self.precision is not None:
+            return self.precision.flow
+        return "fp8_e2e" if self.quantizes_training else "fp8_rollout"
+
+    @property
+    def format(self) -> Format:
+        """The format of quantized weights; FP8 if nothing is quantized, or if the two sides do not agree."""
+        if self.precision is None or self.precision.format is None:
+            return FP8
+        block = self.precision.weight_block or self.values["nemo_fp8rl"].get("weight_block")
+        return with_lines(self.precision.format) if block == "line" else self.precision.format
+
+    @property
+    def quantizes_training(self) -> bool:
+        blocks = (self.megatron.get(name) or {} for name in ("fp8_cfg", "fp4_cfg"))
+        return any(block.get("enabled") for block in blocks) or knows_quant_cfg(self.policy.get("quant_cfg"))
 
     @property
     def fp8_param(self) -> bool:
         """True if the trainer keeps no weights but the FP8 ones."""
-        return self.trainer_fp8 and bool(self.megatron["fp8_cfg"].get("fp8_param"))
+        fp8 = self.megatron.get("fp8_cfg") or {}
+        return bool(fp8.get("enabled") and fp8.get("fp8_param"))
 
     @property
-    def engine_fp8(self) -> bool:
-        return self.vllm.get("precision") == "fp8"
+    def quantizes_rollout(self) -> bool:
+        per_token = (self.generation.get("nvfp4_pertoken_rollout") or {}).get("enabled")
+        is_fp8 = self.vllm.get("precision") == "fp8"
+        return bool(is_fp8 or per_token) or knows_quant_cfg(self.generation.get("quant_cfg"))
 
     @property
     def kv_fp8(self) -> bool:
@@ -154,10 +185,12 @@ class Plan:
 
     @cached_property
     def engine_layers(self) -> Fp8Layers:
-        return engine_fp8_layers(self.vllm, self.shape.layers)
+        if not self.quantizes_rollout:
+            return Fp8Layers.none()
+        return engine_fp8_layers(self.policy, self.shape.layers)
 
     def is_fp8_in_engine(self, weight: Weight) -> bool:
-        """Return whether vLLM's blockwise method quantizes a weight: every linear that no ignored word names."""
+        """Return whether the engine quantizes a weight: every linear that no ignored word names."""
         names = (weight.name, *fused_projections(weight.name))
         ignored = any(word in name for word in self.engine_layers.ignored_words for name in names)
         return weight.linear and not ignored and self._is_in_fp8_layer(weight)
@@ -172,8 +205,8 @@ class Plan:
         The package's trainer has the engine's FP8 weights, NeMo RL's every linear of its FP8 decoder layers.
         """
         if self.uses_package_workers:
-            return self.trainer_fp8 and self.is_fp8_in_engine(weight)
-        return self.trainer_fp8 and weight.linear and self._is_in_fp8_layer(weight)
+            return self.quantizes_training and self.is_fp8_in_engine(weight)
+        return self.quantizes_training and weight.linear and self._is_in_fp8_layer(weight)
 
     def _is_in_fp8_layer(self, weight: Weight) -> bool:
         layer = LAYER.search(weight.name)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from nemo_fp8rl.commands.doctor.finding import Finding
+from nemo_fp8rl.commands.doctor.finding import Finding, Level
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, Plan
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
@@ -31,8 +31,9 @@ def check_workers(plan: Plan, survives_refit: bool) -> Iterator[Finding]:
     workers = plan.values["nemo_fp8rl"]["workers"]
     if refusal := _loop(plan):
         yield Finding("warn" if workers == "auto" else "error", TOPIC, f"`nemo-fp8rl nemo` refuses it: {refusal}")
-    if workers == "ours":
-        yield from _package_workers(plan, survives_refit, refusal)
+    if plan.uses_package_workers:
+        level: Level = "error" if workers == "ours" else "warn"
+        yield from _package_workers(plan, survives_refit, refusal, level)
     elif refusal := _stock(plan, survives_refit):
         if workers == "auto":
             yield Finding("warn", TOPIC, f"nemo_fp8rl.workers=auto takes NeMo RL's own on GPUs and ends: {refusal}")
@@ -73,7 +74,7 @@ def _why_not_streamed(plan: Plan) -> str:
     its own (`nemo_rl/stock/layer_agreement.py`).
     """
     names = plan.shape.names
-    if not plan.engine_fp8:
+    if not plan.quantizes_rollout:
         return ""
     if names.root != names.engine_root:
         return (
@@ -91,12 +92,12 @@ def _why_not_streamed(plan: Plan) -> str:
     )
 
 
-def _package_workers(plan: Plan, survives_refit: bool, loop_refusal: str) -> Iterator[Finding]:
+def _package_workers(plan: Plan, survives_refit: bool, loop_refusal: str, level: Level) -> Iterator[Finding]:
     for sentence in describe_ignored_values(plan.values):
         yield Finding("warn", TOPIC, sentence)
     refusal = _refusal(plan)
     if refusal and refusal != loop_refusal:
-        yield Finding("error", TOPIC, f"{refusal}{_other_workers(plan, survives_refit)}")
+        yield Finding(level, TOPIC, f"{refusal}{_other_workers(plan, survives_refit)}")
     if not refusal:
         yield Finding("ok", TOPIC, "our own trainer and engines take this recipe")
 
@@ -107,7 +108,7 @@ def _other_workers(plan: Plan, survives_refit: bool) -> str:
         return ""
     if refusal := _stock(plan, survives_refit):
         return f"; nor does nemo_fp8rl.workers=nemo_rl take it: {refusal}"
-    with_fp8 = ", with FP8 on the wire" if plan.engine_fp8 else ""
+    with_fp8 = ", with FP8 on the wire" if plan.quantizes_rollout else ""
     return f"; NeMo RL's own workers have this family{with_fp8}: set nemo_fp8rl.workers=nemo_rl"
 
 

@@ -1,7 +1,7 @@
 """Convert a NeMo RL recipe to this package's `Config`, for trainer and engines.
 
-`keys` maps each key to its meaning here, `precision` reads the keys that choose FP8. The blocks of the loop (grpo,
-data, env, logger, checkpointing) remain NeMo RL's; `recipe_for_train` converts them for `nemo-fp8rl train`.
+`keys` maps each key to its meaning here, `precision` reads the keys that choose a number format. The blocks of the loop
+(grpo, data, env, logger, checkpointing) remain NeMo RL's; `recipe_for_train` converts them for `nemo-fp8rl train`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, MOVED_KEYS, at, check_keys
-from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
+from nemo_fp8rl.nemo_rl.recipe.precision import bf16_layer_keys, read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_for_package_workers, check_setup, loss_keys
 from nemo_fp8rl.nemo_rl.recipe.value_types import normalize, require
 from nemo_fp8rl.policy.weights.layout import check_layout
@@ -63,12 +63,7 @@ def convert_keys(master: Mapping[str, Any]) -> Config:
     shared = is_colocated(policy["generation"]) and values["cluster"]["backend"] == "ray"
     values["policy"]["generation"]["colocated"] = {"enabled": shared}
     values["data"] = {"train": {"data_path": "NeMo RL's"}}  # a placeholder: NeMo RL's loop reads the data
-    values["nemo_fp8rl"] = {
-        **(master.get("nemo_fp8rl") or {}),
-        "flow": precision.flow,
-        "scale_format": precision.scale_format,
-        "fp8_param": precision.fp8_param,
-    }
+    values["nemo_fp8rl"] = precision.complete(master.get("nemo_fp8rl") or {})
     register_resolvers()  # defaults of `Config` refer to other keys
     return complete("the recipe for NeMo RL", values, values)
 
@@ -103,7 +98,7 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
     vllm_cfg["sleep_level"] = int(is_colocated(generation))  # as NeMo RL's own engines sleep
     target["generation"]["stop_token_ids"] = list(generation.get("stop_token_ids") or ())
     target["generation"]["stop_strings"] = list(generation.get("stop_strings") or ())
-    vllm_cfg["quantization_ignored_layer_kws"] = list(vllm_cfg.get("quantization_ignored_layer_kws") or ())
+    vllm_cfg.update(bf16_layer_keys(policy))
     vllm_cfg["kv_cache_dtype"] = "fp8" if kv_fp8 else "auto"
     experts, tensor = at(generation, "vllm_cfg.expert_parallel_size", 1), vllm_cfg.get("tensor_parallel_size", 1)
     if experts not in (1, tensor):

@@ -23,7 +23,15 @@ from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC, Checkout, find_check
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.known_keys import check_key_is_read, check_known, read_known_keys
 from nemo_fp8rl.nemo_rl.recipe.overrides import adds_key, apply_override, parse_key
-from nemo_fp8rl.nemo_rl.recipe.precision import Precision, read_precision
+from nemo_fp8rl.nemo_rl.recipe.precision import (
+    BACKWARD_VARIABLE,
+    ENV_VARS,
+    FP4_CFG,
+    FP4_SWITCHES,
+    LINES_KEY,
+    Precision,
+    read_precision,
+)
 from nemo_fp8rl.nemo_rl.recipe.value_types import check_values, normalize
 
 BLOCK = "nemo_fp8rl"
@@ -58,13 +66,7 @@ class NemoRlRecipe:
     @property
     def fp8rl(self) -> Fp8RlConfig:
         """The block nemo_fp8rl with the keys derived from NeMo RL's. Raises: UserError as `precision` does."""
-        precision = self.precision
-        derived = {
-            "flow": precision.flow,
-            "scale_format": precision.scale_format,
-            "fp8_param": precision.fp8_param,
-        }
-        return to_block({**self.values[BLOCK], **derived}, Fp8RlConfig, f"{BLOCK}.")
+        return to_block(self.precision.complete(self.values[BLOCK]), Fp8RlConfig, f"{BLOCK}.")
 
 
 def is_for_nemo_rl(path: Path) -> bool:
@@ -149,6 +151,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), needs_data: boo
     check_values(values)
     values = normalize(values)
     _check_no_secrets(values)
+    _check_stated_once(package_keys, values)
     block = to_block(values[BLOCK], Fp8RlConfig, f"{BLOCK}.")
     if block.correction is not None:
         block.correction.resolve()
@@ -208,6 +211,17 @@ def _nest(key: str) -> dict[str, Any]:
     """Return {a: {b: None}} for a.b."""
     first, _, rest = key.partition(".")
     return {first: _nest(rest) if rest else None}
+
+
+def _check_stated_once(package_keys: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuse a key of the package's where a variable of Transformer Engine says the same or something else."""
+    variables = at(values, ENV_VARS, None) or {}
+    if "weight_block" in package_keys and at(values, f"{FP4_CFG}.enabled", False):
+        raise UserError(f"{BLOCK}.weight_block follows from {LINES_KEY} in a recipe with {FP4_CFG}; remove it")
+    keys = ("backward", "fp4.hadamard", "fp4.stochastic_rounding")
+    for key, variable in zip(keys, (BACKWARD_VARIABLE, *FP4_SWITCHES), strict=True):
+        if at(package_keys, key, None) is not None and variable in variables:
+            raise UserError(f"{BLOCK}.{key} and {ENV_VARS}.{variable} say the same: remove one of them")
 
 
 def _check_package_keys(block: Any) -> None:

@@ -60,7 +60,7 @@ def run(path: Path, overrides: Sequence[str] = ()) -> bool:
     check_rewards(recipe.values["data"])
     if find_cluster():
         print(f"nemo-fp8rl: joining this machine's Ray cluster, RAY_ADDRESS={os.environ['RAY_ADDRESS']}", flush=True)
-    uses_package = uses_package_workers(recipe.fp8rl.workers)
+    uses_package = uses_package_workers(recipe.fp8rl.workers, recipe.precision.flow)
     print(
         f"nemo-fp8rl: trainer and engines are {'this package' if uses_package else 'NeMo RL'}'s "
         f"(nemo_fp8rl.workers={recipe.fp8rl.workers})",

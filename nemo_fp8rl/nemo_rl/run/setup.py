@@ -2,7 +2,7 @@
 
 ours     this package's policy, engines, refit and loss (`install`)
 nemo_rl  NeMo RL's own workers from its `setup`, FP8 on the wire between them (`stock`), and this package's loss
-auto     nemo_rl if there are GPUs, else ours
+auto     nemo_rl if there are GPUs and nothing is MXFP8 or NVFP4, else ours
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, why_gpu_unsu
 from nemo_fp8rl.nemo_rl.recipe.keys import describe_ignored_values
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import NemoRlRecipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import loss_keys
+from nemo_fp8rl.nemo_rl.stock.stock_limits import STOCK_FLOWS
 from nemo_fp8rl.workers import connect, is_in_cluster, joins_cluster
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -52,12 +53,13 @@ class LoopArguments:
     steps: int
 
 
-def uses_package_workers(workers: Literal["auto", "ours", "nemo_rl"]) -> bool:
+def uses_package_workers(workers: Literal["auto", "ours", "nemo_rl"], flow: Flow) -> bool:
     """Return whether the package's trainer and engines run, rather than NeMo RL's own workers.
 
+    flow:   auto takes the package's for a format that NeMo RL's do not refit (`stock_limits`)
     Raises: UserError if the recipe chooses NeMo RL's workers and there is no GPU
     """
-    if workers == "ours":
+    if workers == "ours" or (workers == "auto" and flow not in STOCK_FLOWS):
         return True
     has_gpus = _has_gpus()
     if workers == "nemo_rl" and not has_gpus:

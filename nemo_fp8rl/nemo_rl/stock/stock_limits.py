@@ -9,10 +9,12 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import at
-from nemo_fp8rl.nemo_rl.recipe.precision import VLLM_CFG, read_precision
+from nemo_fp8rl.nemo_rl.recipe.precision import SPELLINGS, VLLM_CFG, read_precision
 from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE, settings_of_recipe
 from nemo_fp8rl.nemo_rl.stock.layout_limits import why_batch_indivisible, why_layout_unsupported
 
+STOCK_FLOWS = ("bf16", "fp8_rollout", "fp8_e2e")
+"""The precisions between which this package refits NeMo RL's own workers."""
 OR_PACKAGE_WORKERS = "or nemo_fp8rl.workers=ours"
 IGNORED = "quantization_ignored_layer_kws"
 DRAFTERS = ("mtp", "deepseek_mtp")
@@ -61,6 +63,12 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
     precision = read_precision(policy)
     if precision.flow == "bf16":  # then any transport of NeMo RL's does
         return why_transport_unsupported(policy["generation"], only_ours=True)
+    if precision.flow not in STOCK_FLOWS:
+        return (
+            f"{SPELLINGS[precision.flow.rpartition('_')[0]][2]}: with NeMo RL's own workers this package refits FP8 "
+            "and bfloat16 alone, by its checkpoint engine as well: set nemo_fp8rl.workers=ours, or use NeMo RL's own "
+            "launcher"
+        )
     if not survives_refit:
         return (
             "this NeMo RL processes an engine's weights once more after a refit, as v0.7.x does, and FP8 ones do not "

@@ -53,7 +53,7 @@ def choose_workers(policy: dict[str, Any], num_hidden_layers: int, survives_refi
         return
     generation = policy["generation"]
     vllm = generation["vllm_cfg"]
-    layers = engine_fp8_layers(vllm, num_hidden_layers)
+    layers = engine_fp8_layers(policy, num_hidden_layers)
     linears = (f"model.layers.{i}.{name}" for i in range(num_hidden_layers) for name in LINEARS)
     if precision.flow == "fp8_e2e":
         policy["megatron_cfg"] = add_bf16_layers(policy["megatron_cfg"], layers, num_hidden_layers)

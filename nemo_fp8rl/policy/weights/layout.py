@@ -171,7 +171,8 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
             "Megatron trains a mixture in no other way"
         )
     fp8 = requested_fp8_layers(hf, cfg)
-    attention, mlp = attention_dimensions(hf, fp8), mlp_dimension(hf, fp8)
+    block = cfg.nemo_fp8rl.format.line_block[1]
+    attention, mlp = attention_dimensions(hf, fp8, block), mlp_dimension(hf, fp8, block)
     if hf.family.experts:
         check_divides(f"{KEY_PREFIX}.tensor_model_parallel_size", tensor, *attention)
         check_divides(f"{KEY_PREFIX}.expert_model_parallel_size", expert, Dimension("num_experts", hf.num_experts))

@@ -61,6 +61,16 @@ VALUES: dict[str, Any] = {
     },
 }
 TRAINER, ENGINE = "policy.megatron_cfg.", "policy.generation.vllm_cfg."
+MXFP8 = {TRAINER + "fp8_cfg.fp8_recipe": "mxfp8", ENGINE + "is_mx": True}
+BF16 = {TRAINER + "fp8_cfg.enabled": False, ENGINE + "precision": "bfloat16"}
+NVFP4 = BF16 | {
+    TRAINER + "fp4_cfg": {"enabled": True},
+    TRAINER + "te_precision_config_file": "attn_bf16_mlp_nvfp4.yaml",
+    TRAINER + "env_vars": {"NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "0"},
+    "policy.generation.nvfp4_pertoken_rollout": {"enabled": True},
+}
+A16 = BF16 | dict.fromkeys(("policy.quant_cfg", "policy.generation.quant_cfg"), "W4A16_NVFP4_CFG")
+"""Changes that make the recipe one of another format."""
 
 
 @pytest.fixture

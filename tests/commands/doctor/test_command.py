@@ -79,8 +79,9 @@ def test_of_modelopts_formats_nothing_is_said_but_that(capsys, checkout, tmp_pat
 
 @pytest.mark.nemo_rl
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_our_recipes_are_sound_on_hopper(capsys, real_checkout, path):  # noqa: F811
-    code, out, _ = doctor(capsys, path, "--json")
+def test_our_recipes_are_sound_on_the_gpus_that_they_name(capsys, real_checkout, path):  # noqa: F811
+    gpu = "b200" if "mxfp8" in path.stem or "nvfp4-e2e" in path.stem else "h200"
+    code, out, _ = doctor(capsys, path, "--gpu", gpu, "--json")
     report = json.loads(out)
     assert code == 0, [finding["text"] for finding in report["findings"] if finding["level"] == "error"]
     assert report["memory"]["phases"][0]["name"] == "train"
@@ -129,7 +130,6 @@ NO_DOCTOR = (
 )
 """What is said of a recipe that is none for GRPO with a Megatron trainer and vLLM."""
 UPSTREAM = (
-    "is_mx=true (MXFP8)",  # the contract has no MXFP8
     "policy.make_sequence_length_divisible_by=1 must be a multiple",  # of unpacked sequences under sequence parallelism
     "holds no sequence of policy.max_total_sequence_length",
     "needs policy.megatron_cfg.defer_fp32_logits=true",

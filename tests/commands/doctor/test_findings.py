@@ -11,7 +11,7 @@ from nemo_fp8rl.commands.doctor.hardware import GPUS, check_hardware, gpu_by_nam
 from nemo_fp8rl.commands.doctor.known_models import KNOWN_MODELS
 from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement
 from nemo_fp8rl.common.errors import UserError
-from tests.commands.doctor.conftest import ENGINE, TRAINER
+from tests.commands.doctor.conftest import A16, ENGINE, MXFP8, NVFP4, TRAINER
 
 LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
 SMALL = "Qwen/Qwen2.5-1.5B"
@@ -143,6 +143,27 @@ def test_ragged_blocks_are_a_warning(plan):
     texts = said(check_alignment(plan(LATENT)), "warn")
     assert texts
     assert all("kv_a_proj_with_mqa has 576 rows" in text for text in texts)
+
+
+def test_smaller_blocks_let_more_ranks_share_experts(plan):
+    """768 / 4 = 192 = 6 x 32 = 12 x 16; with eight ranks 96 is whole in all, with sixteen 48 is no tile of 32."""
+    for changes, block in ((MXFP8, 32), (NVFP4, 16), (A16, 16)):
+        made = plan(MIXTURE, changes | {ENGINE + "tensor_parallel_size": 4})
+        assert f"borders of its blocks of {block} " in one(check_alignment(made), "ok")
+    split = {ENGINE + "tensor_parallel_size": 16}
+    assert "does not divide" in said(check_alignment(plan(MIXTURE, MXFP8 | split)), "error")[0]
+    errors = said(check_alignment(plan(MIXTURE, NVFP4 | split)), "error")
+    assert errors[0].startswith(
+        "engine: mlp.experts.*.gate_proj has 48 rows in a process, and kernels of 4 bits take multiples of 32"
+    )
+
+
+def test_ragged_blocks_are_no_blocks_of_these_formats(plan, tmp_path):
+    """They are padded in FP8 (a warning)."""
+    config = KNOWN_MODELS[LLAMA] | {"hidden_size": 4100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ragged = said(check_alignment(plan(str(tmp_path), MXFP8)), "error")
+    assert "4100 columns, no multiple of 32: its last blocks are ragged, which kernels do not take" in ragged[0]
 
 
 # Batches
@@ -473,4 +494,53 @@ def test_flashinfer_keeps_a_caches_scales_out_of_a_cuda_graph(plan, workers, lev
 def test_nemo_rls_trainer_has_the_engines_last_layers_in_bfloat16(plan):
     findings = list(check_agreement(plan(LLAMA, {ENGINE + "num_last_layers_in_bf16": 2})))
     assert said(findings, "warn") == []
-    assert "the same linears are FP8 in trainer and engine" in said(findings, "ok")
+    assert "the same linears are quantized in trainer and engine" in said(findings, "ok")
+
+
+# The other formats
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (MXFP8, "mxfp8_e2e, pow2 scales, bfloat16 KV cache"),
+        (NVFP4, "nvfp4_e2e, pow2 scales, bfloat16 KV cache"),
+        (A16, "nvfp4_a16_e2e, pow2 scales, bfloat16 KV cache"),
+        (A16 | {"policy.quant_cfg": None}, "nvfp4_a16_rollout, pow2 scales, bfloat16 KV cache"),
+    ],
+)
+def test_the_precision_of_the_other_formats_is_said(plan, changes, text):
+    findings = list(check_agreement(plan(MIXTURE, changes)))
+    assert text in said(findings, "ok")
+    assert {finding.level for finding in findings} == {"ok"}
+
+
+def test_float32_global_scales_are_a_warning_of_their_own(plan):
+    scales = {ENGINE + "pow2_weight_scaling_factors": False, ENGINE + "pow2_activation_scaling_factors": False}
+    assert "float32 global scales follow" in one(check_agreement(plan(MIXTURE, A16 | scales)), "warn")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "message"),
+    [
+        ("h200", MXFP8, "MXFP8 needs a GPU of compute capability 10.0 or higher, and h200 has 9.0: take fp8_e2e, by "),
+        ("h200", NVFP4, "and h200 has 9.0: take nvfp4_a16_e2e, by policy.quant_cfg, and policy.generation.quant_cfg"),
+        ("a100", MXFP8 | {TRAINER + "fp8_cfg.enabled": False}, "and a100 has 8.0: take a bfloat16 recipe"),
+    ],
+)
+def test_what_older_gpus_take_instead_is_said(plan, gpu, changes, message):
+    assert message in one(check_hardware(plan(MIXTURE, changes), GPUS[gpu]), "error")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "kernels"),
+    [
+        ("b200", MXFP8, "MXFP8 by CUTLASS"),
+        ("b200", NVFP4, "CUTLASS or FlashInfer"),
+        ("a100", A16, "NVFP4 by Marlin"),
+    ],
+)
+def test_gpus_that_multiply_the_other_formats(plan, gpu, changes, kernels):
+    trainer, engine = said(check_hardware(plan(MIXTURE, changes), GPUS[gpu]), "ok")
+    assert f"our trainer on {gpu} multiplies the values" in trainer
+    assert engine.startswith(f"our engines on {gpu} multiply") and engine.endswith(kernels)

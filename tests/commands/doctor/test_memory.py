@@ -6,7 +6,7 @@ from nemo_fp8rl.commands.doctor.hardware import GPUS
 from nemo_fp8rl.commands.doctor.memory.engine_memory import WORKSPACE, engine_weights, kv_bytes_per_token
 from nemo_fp8rl.commands.doctor.memory.phases import check_memory, memory_of
 from nemo_fp8rl.commands.doctor.memory.trainer_memory import activations, logits, stage_parameters
-from tests.commands.doctor.conftest import ENGINE, TRAINER
+from tests.commands.doctor.conftest import A16, ENGINE, MXFP8, NVFP4, TRAINER
 
 H100 = GPUS["h100"]
 LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
@@ -25,7 +25,7 @@ def test_a_dense_model_on_eight_replicas(plan):
     parts = train(plan())
     assert parts["parameters"] == parts["gradients"] == 2 * LLAMA_PARAMETERS
     assert parts["optimizer"] == (12 + 4) * LLAMA_PARAMETERS / 8
-    assert parts["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
+    assert parts["quantized weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_our_own_trainer_keeps_them_in_one_way(plan):
     made = plan(LLAMA, OURS | unused)
     parts = train(made)
     assert (parts["gradients"], parts["optimizer"]) == (4 * LLAMA_PARAMETERS, 12 * LLAMA_PARAMETERS / 8)
-    assert parts["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS / 32)
+    assert parts["quantized weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS / 32)
     assert parts["logits"] == 128256 * 1024 * 8
     assert activations(made, 0) == activations(plan(LLAMA, {TRAINER + "activation_checkpointing": True}), 0)
 
@@ -76,7 +76,7 @@ def test_weights_in_fp8_alone_stand_in_the_place_of_parameters(plan):
     phases = memory_of(plan(LLAMA, OURS | {TRAINER + "fp8_cfg.fp8_param": True}), H100).phases
     rest = 2 * (LLAMA_PARAMETERS - LLAMA_LINEARS)
     assert phases[0].parts["parameters"] == rest
-    assert phases[0].parts["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
+    assert phases[0].parts["quantized weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
     assert phases[1].parts["parameters"] == pytest.approx(rest + FP8 * LLAMA_LINEARS)  # rows alone
     theirs = memory_of(plan(LLAMA, {TRAINER + "fp8_cfg.fp8_param": True}), H100).phases
     assert theirs[1].parts["parameters"] == pytest.approx(rest + 2 * FP8 * LLAMA_LINEARS)
@@ -110,21 +110,21 @@ def test_fp8_weights_beside_the_parameters_stay_through_refit_and_generation_unl
     weights = pytest.approx(FP8 * LLAMA_LINEARS)  # rows and columns of half the layers
     two_stages = {TRAINER + "pipeline_model_parallel_size": 2}
     stay = memory_of(plan(LLAMA, two_stages), H100).phases
-    assert [phase.parts.get("FP8 weights") for phase in stay] == [weights] * 3
+    assert [phase.parts.get("quantized weights") for phase in stay] == [weights] * 3
     for words in ({TRAINER + "fp8_cfg.force_clear_fp8_caches": True}, OURS):
         gone = memory_of(plan(LLAMA, two_stages | words), H100).phases
-        assert [phase.parts.get("FP8 weights") for phase in gone] == [weights, None, None]
+        assert [phase.parts.get("quantized weights") for phase in gone] == [weights, None, None]
         assert gone[2].total == pytest.approx(stay[2].total - FP8 * LLAMA_LINEARS)
 
 
 @pytest.mark.parametrize("whose", [OURS, {}])
 def test_layers_that_are_bfloat16_in_the_engine_are_so_in_the_trainer(plan, whose):
     some = whose | {ENGINE + "num_first_layers_in_bf16": 8}
-    assert train(plan(LLAMA, some))["FP8 weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS * 3 / 4)
+    assert train(plan(LLAMA, some))["quantized weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS * 3 / 4)
 
 
 def test_a_bfloat16_trainer_has_no_fp8_weights(plan):
-    assert "FP8 weights" not in train(plan(LLAMA, {TRAINER + "fp8_cfg": {"enabled": False}}))
+    assert "quantized weights" not in train(plan(LLAMA, {TRAINER + "fp8_cfg": {"enabled": False}}))
 
 
 def test_tensor_parallelism_splits_all_but_the_norms(plan):
@@ -249,3 +249,27 @@ def test_where_fp8_weights_leave_no_room_to_generate_the_key_that_clears_them_is
 def test_a_cache_that_holds_no_sequence_is_an_error(plan):
     assert ("error", "the") in levels(plan(LLAMA, {ENGINE + "gpu_memory_utilization": 0.135}))
     assert ("warn", "the") in levels(plan(LLAMA, {ENGINE + "gpu_memory_utilization": 0.14}))
+
+
+@pytest.mark.parametrize(("changes", "width"), [(MXFP8, 1 + 1 / 32), (A16, 0.5 + 1 / 16)])
+def test_engine_weights_in_the_other_formats_have_a_scale_for_each_row(plan, changes, width):
+    rest = LLAMA_PARAMETERS - LLAMA_LINEARS
+    assert engine_weights(plan(LLAMA, changes)) == pytest.approx(width * LLAMA_LINEARS + 2 * rest)
+
+
+def test_experts_alone_are_4_bits_in_an_engine_of_nemo_rls_nvfp4(plan):
+    """NeMo RL's guide says 18.07 GiB of 56.88. Layers in bfloat16 are the trainer's."""
+    bf16 = engine_weights(plan(MIXTURE, {ENGINE + "precision": "bfloat16"}))
+    nvfp4 = engine_weights(plan(MIXTURE, NVFP4))
+    assert (nvfp4 / 2**30, bf16 / 2**30) == (pytest.approx(18.07, rel=0.005), pytest.approx(56.88, rel=0.005))
+    kept = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 4}
+    some = engine_weights(plan(MIXTURE, NVFP4 | {TRAINER + key: value for key, value in kept.items()}))
+    assert some - nvfp4 == pytest.approx((bf16 - nvfp4) * 6 / 48)
+
+
+def test_an_emulated_trainer_keeps_bfloat16_values_and_a_delta_base_of_the_wires_bytes(plan):
+    separate = {"policy.generation.colocated": {"enabled": False, "resources": {"num_nodes": None, "gpus_per_node": 4}}}
+    parts = memory_of(plan(LLAMA, A16 | separate), GPUS["h200"]).phases[0].parts
+    rest = LLAMA_PARAMETERS - LLAMA_LINEARS
+    assert parts["quantized weights"] == 2 * LLAMA_LINEARS
+    assert parts["kept for deltas"] == pytest.approx((0.5 + 1 / 256) * LLAMA_LINEARS + 2 * rest)

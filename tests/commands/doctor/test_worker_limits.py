@@ -6,7 +6,7 @@ from nemo_fp8rl.commands.doctor.model_shapes import shape_of
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.commands.doctor.worker_limits import check_workers
 from nemo_fp8rl.nemo_rl.refit_transport import settings as refit_settings
-from tests.commands.doctor.conftest import ENGINE, TRAINER
+from tests.commands.doctor.conftest import A16, ENGINE, MXFP8, NVFP4, TRAINER
 from tests.nemo_rl.recipe.test_config_from_recipe import master
 
 REFIT_CLASS = {"policy.generation.refit_transport": refit_settings.ENGINE}
@@ -182,3 +182,19 @@ def test_nemo_rls_own_take_an_fp8_recipe_on_main_and_bf16_on_every_version(plan)
 def test_what_they_do_not_take_is_named(model, changes, message):
     (finding,) = said(model, **changes)
     assert finding[0] == "error" and message in finding[1]
+
+
+@pytest.mark.parametrize(("changes", "asked"), [(MXFP8, "is_mx=true"), (NVFP4, "pertoken"), (A16, "quant_cfg")])
+def test_nemo_rls_own_are_not_refitted_in_the_other_formats(plan, changes, asked):
+    (finding,) = check_workers(plan("Qwen/Qwen3-30B-A3B", changes | {"nemo_fp8rl.workers": "nemo_rl"}), True)
+    assert finding.level == "error" and asked in finding.text
+    assert "FP8 and bfloat16 alone, by its checkpoint engine as well: set nemo_fp8rl.workers=ours" in finding.text
+
+
+@pytest.mark.parametrize("workers", ["ours", "auto"])
+def test_auto_takes_ours_for_the_other_formats(workers):
+    mxfp8 = {"policy__megatron_cfg__fp8_cfg": {"enabled": True, "fp8_recipe": "mxfp8"}}
+    mxfp8 |= {"policy__generation__vllm_cfg__is_mx": True, "nemo_fp8rl": {"workers": workers}}
+    assert said("Qwen/Qwen3-30B-A3B", **mxfp8) == [("ok", "our own trainer and engines take this recipe")]
+    (finding,) = said("Qwen/Qwen3.5-9B", **mxfp8)
+    assert finding[0] == ("error" if workers == "ours" else "warn")

@@ -316,3 +316,30 @@ def test_a_key_of_the_optimizer_that_is_left_out_has_megatrons_value(tiny):
     ours = vars(convert_recipe(values).policy.megatron_cfg.optimizer)
     theirs = vars(MegatronsConfig(lr=1e-4))
     assert ours == {name: theirs[name] or 0.0 for name in ours}
+
+
+MXFP8 = {"policy__megatron_cfg__fp8_cfg": {"enabled": True, "fp8_recipe": "mxfp8"}}
+MXFP8 |= {"policy__generation__vllm_cfg__is_mx": True}
+BF16 = {"policy__megatron_cfg__fp8_cfg": {"enabled": False}, "policy__generation__vllm_cfg__precision": "bfloat16"}
+LINES = {"NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1"}
+FP4 = {"fp4_cfg": {"enabled": True}, "te_precision_config_file": "attn_bf16_mlp_nvfp4.yaml", "env_vars": LINES}
+NVFP4 = BF16 | {f"policy__megatron_cfg__{key}": value for key, value in FP4.items()}
+NVFP4 |= {"policy__generation__nvfp4_pertoken_rollout": {"enabled": True}}
+A16 = BF16 | {"policy__quant_cfg": "NVFP4_MLP_WEIGHT_ONLY_CFG", "policy__quant_calib_size": 16}
+A16 |= {"policy__generation__quant_cfg": "NVFP4_MLP_WEIGHT_ONLY_CFG", "policy__generation__real_quant": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flow", "block", "words"),
+    [
+        (MXFP8, "mxfp8_e2e", (32, 32), ()),
+        (MXFP8 | {"nemo_fp8rl__weight_block": "line"}, "mxfp8_e2e", (1, 32), ()),
+        (NVFP4, "nvfp4_e2e", (1, 16), ("self_attn",)),
+        (A16, "nvfp4_a16_e2e", (16, 16), ("self_attn",)),
+    ],
+)
+def test_the_other_formats_reach_trainer_and_engine(tiny, changes, flow, block, words):
+    cfg = convert_recipe(master(tiny, **changes))
+    assert (cfg.nemo_fp8rl.flow, cfg.nemo_fp8rl.format.weight_block) == (flow, block)
+    assert cfg.policy.generation.vllm_cfg.quantization_ignored_layer_kws == words
+    assert convert_recipe(master(tiny)).nemo_fp8rl.flow == "fp8_e2e"

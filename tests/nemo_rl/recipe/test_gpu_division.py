@@ -20,7 +20,10 @@ FLOWS = {
     "fp8_e2e": (),
     "fp8_rollout": ("policy.megatron_cfg.fp8_cfg.enabled=false",),
     "bf16": ("policy.megatron_cfg.fp8_cfg.enabled=false", "policy.generation.vllm_cfg.precision=bfloat16"),
+    "mxfp8_e2e": ("policy.megatron_cfg.fp8_cfg.fp8_recipe=mxfp8", "++policy.generation.vllm_cfg.is_mx=true"),
 }
+FLOWS["nvfp4_rollout"] = (*FLOWS["bf16"], "++policy.generation.nvfp4_pertoken_rollout.enabled=true")
+FLOWS["nvfp4_a16_rollout"] = (*FLOWS["bf16"], "++policy.generation.quant_cfg=W4A16_NVFP4_CFG")
 
 
 FP8_PARAM = "++policy.megatron_cfg.fp8_cfg.fp8_param=true"
@@ -70,11 +73,47 @@ def test_a_gpu_that_cannot_run_the_flow_is_named_before_anything_is_loaded(start
 
 @pytest.mark.parametrize("workers", ["auto", "ours"])
 @pytest.mark.parametrize(
-    ("flow", "capability"), [("fp8_e2e", (9, 0)), ("fp8_e2e", (12, 0)), ("fp8_rollout", (8, 9)), ("bf16", (7, 0))]
+    ("flow", "capability"),
+    [
+        *[("fp8_e2e", (9, 0)), ("fp8_e2e", (12, 0)), ("fp8_rollout", (8, 9)), ("bf16", (7, 0))],
+        *[("mxfp8_e2e", (10, 0)), ("nvfp4_rollout", (10, 0)), ("nvfp4_a16_rollout", (8, 0))],
+    ],
 )
 def test_a_gpu_that_can_is_not_refused(start, workers, flow, capability):
     with pytest.raises(Loads):
         start(workers, flow, capability)
+
+
+@pytest.mark.parametrize(
+    ("flow", "capability", "message"),
+    [
+        (
+            "mxfp8_e2e",
+            (9, 0),
+            r"MXFP8 needs .* 10\.0 .* 9\.0: take fp8_e2e, by \S+\.fp8_cfg\S+ with fp8_recipe=block",
+        ),
+        (
+            "nvfp4_rollout",
+            (9, 0),
+            r"activations needs .*: take nvfp4_a16_rollout, by policy\.generation\.quant_cfg$",
+        ),
+        (
+            "nvfp4_a16_rollout",
+            (7, 5),
+            r"NVFP4 needs .* 8\.0 or higher, .* has 7\.5: take a bfloat16 recipe$",
+        ),
+    ],
+)
+@pytest.mark.parametrize("workers", ["auto", "ours"])
+def test_what_a_gpu_takes_in_the_place_of_another_format_is_said(start, workers, flow, capability, message):
+    with pytest.raises(UserError, match=message):
+        start(workers, flow, capability)
+
+
+@pytest.mark.parametrize("flow", ["mxfp8_e2e", "nvfp4_rollout", "nvfp4_a16_rollout"])
+def test_nemo_rls_own_workers_are_refused_another_format_before_anything_is_loaded(start, flow):
+    with pytest.raises(UserError, match=r"refits FP8 and bfloat16 alone.* set nemo_fp8rl\.workers=ours"):
+        start("nemo_rl", flow, (10, 0))
 
 
 def test_the_driver_of_a_cluster_is_not_held_to_its_own_gpu(start, monkeypatch):

@@ -151,3 +151,45 @@ def test_a_recipe_for_another_algorithm_is_called_that(checkout, tmp_path, algor
     text = f"cluster: {{gpus_per_node: 8, num_nodes: 1}}\n{algorithm}: {{max_num_epochs: 1}}\n"
     with pytest.raises(UserError, match=f"r.yaml is a recipe for NeMo RL's {algorithm.upper()}, and this package runs"):
         read_recipe(write(tmp_path / "r.yaml", text))
+
+
+def test_the_block_of_weights_is_said_once_where_transformer_engine_has_a_variable_for_it(refusal, recipe):
+    mxfp8 = (
+        CHILD
+        + """
+policy:
+  megatron_cfg: {fp8_cfg: {enabled: true, fp8_recipe: mxfp8}}
+  generation: {vllm_cfg: {precision: fp8, is_mx: true}}
+nemo_fp8rl: {weight_block: line}
+"""
+    )
+    assert recipe(mxfp8).fp8rl.format.weight_block == (1, 32)
+    nvfp4 = (
+        CHILD
+        + """
+policy:
+  megatron_cfg:
+    {fp4_cfg: {enabled: true}, te_precision_config_file: attn_bf16_mlp_nvfp4.yaml,
+    env_vars: {NVTE_NVFP4_DISABLE_2D_QUANTIZATION: '1', NVTE_NVFP4_ROW_SCALED_ACTIVATION: '1'}}
+  generation: {nvfp4_pertoken_rollout: {enabled: true}}
+"""
+    )
+    read = recipe(nvfp4).fp8rl
+    assert (read.flow, read.scale_format, read.format.weight_block) == ("nvfp4_e2e", "fp32", (1, 16))
+    said = refusal(nvfp4 + "nemo_fp8rl: {weight_block: square}\n")
+    assert "nemo_fp8rl.weight_block follows from policy.megatron_cfg.env_vars.NVTE_NVFP4_DISABLE_2D" in said
+    assert "remove it" in said
+
+
+def test_the_backward_is_said_by_a_variable_or_by_our_key_and_not_by_both(refusal, recipe):
+    mxfp8 = (
+        CHILD
+        + """
+policy:
+  megatron_cfg: {fp8_cfg: {enabled: true, fp8_recipe: mxfp8}, env_vars: {NVTE_BACKWARD_OVERRIDE: dequantized}}
+  generation: {vllm_cfg: {precision: fp8, is_mx: true}}
+"""
+    )
+    assert recipe(mxfp8).fp8rl.resolved_backward == "dequantized"
+    said = refusal(mxfp8 + "nemo_fp8rl: {backward: high_precision}\n")
+    assert "nemo_fp8rl.backward and policy.megatron_cfg.env_vars.NVTE_BACKWARD_OVERRIDE say the same" in said

@@ -68,7 +68,7 @@ class Goes(Exception):
 def path(checkout: Path, tmp_path: Path, monkeypatch) -> Path:
     """A recipe; whose workers it takes is asked next."""
 
-    def goes(asked: str) -> bool:
+    def goes(asked: str, flow: str) -> bool:
         raise Goes
 
     monkeypatch.setattr(run_loop, "uses_package_workers", goes)
@@ -217,7 +217,7 @@ def test_what_nemo_rls_own_workers_assert_is_refused_before_anything_is_loaded(p
     def goes() -> None:
         raise Goes
 
-    monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked: False)
+    monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked, flow: False)
     monkeypatch.setattr(run_loop, "check_local_gpu", lambda flow: None)
     monkeypatch.setattr(run_loop, "prepare", goes)
     with pytest.raises(UserError if message else Goes, match=message):
@@ -225,7 +225,7 @@ def test_what_nemo_rls_own_workers_assert_is_refused_before_anything_is_loaded(p
 
 
 def test_the_single_controller_has_no_workers_of_this_package(path, monkeypatch):
-    monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked: True)
+    monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked, flow: True)
     with pytest.raises(
         UserError, match=r"async_rl is for .* no such client: run it on GPUs with nemo_fp8rl\.workers=ne"
     ):

@@ -18,11 +18,14 @@ ALL = sorted((Path(__file__).parents[3] / "conf/nemo_rl").glob("*.yaml"))
 SHIPPED = [path for path in ALL if path.stem != "tiny_cpu"]
 """The recipes for GPUs."""
 
-OF_FP8 = re.compile(r"\s*\w*(fp8|precision|deep_gemm|pow2|kv_cache_dtype|FP32_SCALES)\w*: *[^#\s]", re.IGNORECASE)
+KEYS = "fp8|precision|deep_gemm|pow2|kv_cache_dtype|FP32_SCALES|is_mx|fp4_param|nvfp4|quant"
+OF_FORMATS = re.compile(rf"\s*\w*({KEYS})\w*: *[^#\s]", re.IGNORECASE)
+FLOW = re.compile(r"-((?:mxfp8|nvfp4-a16|nvfp4|fp8)-e2e)")
+"""The flow in the name of a recipe; without one it is in bfloat16."""
 
 
-def test_every_fp8_key_of_our_recipes_has_a_comment():
-    lines = [(path.name, line) for path in ALL for line in path.read_text().splitlines() if OF_FP8.match(line)]
+def test_every_key_of_a_format_in_our_recipes_has_a_comment():
+    lines = [(path.name, line) for path in ALL for line in path.read_text().splitlines() if OF_FORMATS.match(line)]
     assert len(lines) > 20
     assert [line for line in lines if " # " not in line[1]] == []
 
@@ -40,8 +43,13 @@ def test_a_recipe_has_only_keys_that_differ_from_its_parent(real_checkout, path)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_our_recipes_load(real_checkout, path):
     recipe = load_recipe(path)
-    fp8, loss_fn = "-fp8-" in path.name, recipe.values["loss_fn"]
-    assert recipe.precision == Precision("fp8_e2e" if fp8 else "bf16", "pow2", "kv" in path.stem)
+    flow, loss_fn = FLOW.search(path.stem), recipe.values["loss_fn"]
+    block = "square" if "nvfp4-e2e" in path.stem else None
+    expected = Precision(flow[1].replace("-", "_") if flow else "bf16", "pow2", "kv" in path.stem, weight_block=block)
+    assert recipe.precision == expected
+    assert recipe.fp8rl.format.weight_block == {"mxfp8": (32, 32), "fp8": (128, 128)}.get(
+        recipe.fp8rl.format.name, (16, 16)
+    )
     assert loss_fn["use_importance_sampling_correction"]
     assert (loss_fn["truncated_importance_sampling_type"], loss_fn["truncated_importance_sampling_ratio"]) == ("tis", 2)
     assert recipe.values["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"

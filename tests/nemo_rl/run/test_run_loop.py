@@ -20,6 +20,14 @@ from tests.nemo_rl import runs
 
 pytestmark = [pytest.mark.nemo_rl, runs.needs_checkout]
 BF16 = ("policy.megatron_cfg.fp8_cfg.enabled=false", "policy.generation.vllm_cfg.precision=bfloat16")
+MXFP8 = ("policy.megatron_cfg.fp8_cfg.fp8_recipe=mxfp8", "++policy.generation.vllm_cfg.is_mx=true")
+NVFP4 = (
+    *BF16,
+    "++policy.megatron_cfg.fp4_cfg.enabled=true",
+    "++policy.megatron_cfg.te_precision_config_file=attn_bf16_mlp_nvfp4.yaml",
+    "++policy.megatron_cfg.env_vars.NVTE_NVFP4_DISABLE_2D_QUANTIZATION='0'",
+    "++policy.generation.nvfp4_pertoken_rollout.enabled=true",
+)
 LONG = ("checkpointing.enabled=true", "checkpointing.save_period=1000", "grpo.max_num_steps=50")
 CLOCK = ("timing/", "performance/", "refit/", "ray/")
 
@@ -56,6 +64,18 @@ def test_fp8_on_both_sides_keeps_the_mismatch_of_bf16_and_fp8_rollout_does_not(e
     if not find_checkout().version.startswith("0.7"):  # which has no place for what a refit says of itself
         assert flows["bf16"]["refit/wire_over_bf16"][0] == 1
         assert flows["fp8_e2e"]["refit/wire_over_bf16"][0] < 0.505
+
+
+@pytest.mark.parametrize(
+    ("keys", "wire"), [(MXFP8, 0.516), pytest.param(NVFP4, 0.6, marks=pytest.mark.long)], ids=["mxfp8", "nvfp4"]
+)
+def test_another_format_on_both_sides_keeps_the_mismatch_as_well(warm, tmp_path, keys, wire):
+    """In NVFP4 attention stays in bfloat16, also on the wire."""
+    values = runs.run(tmp_path / "logs", *runs.overrides(warm, tmp_path / "logs"), *keys, "grpo.max_num_steps=2")
+    assert len(values["train/reward"]) == 2
+    assert max(values["train/token_mult_prob_error"]) < 1.001
+    if not find_checkout().version.startswith("0.7"):
+        assert values["refit/wire_over_bf16"][0] < wire
 
 
 def test_killed_and_resumed_it_gives_the_uninterrupted_runs_numbers(e2e, warm, tmp_path):

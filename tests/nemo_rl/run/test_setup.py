@@ -29,7 +29,7 @@ import ray
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.run.setup import check_cluster, uses_package_workers
 
-print([uses_package_workers(workers) for workers in ("auto", "ours", "nemo_rl")], ray.is_initialized())
+print([uses_package_workers(workers, "fp8_e2e") for workers in ("auto", "ours", "nemo_rl")], ray.is_initialized())
 ray.init(log_to_driver=False)
 for flow in ("fp8_rollout", "fp8_e2e"):
     try:
@@ -37,7 +37,7 @@ for flow in ("fp8_rollout", "fp8_e2e"):
     except UserError as error:
         print(error)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-print(uses_package_workers("auto"), check_cluster("fp8_e2e"))
+print(uses_package_workers("auto", "fp8_e2e"), check_cluster("fp8_e2e"))
 """
 
 
@@ -52,9 +52,9 @@ def with_pretended_gpus(*arguments: str, gpus: str = "H100", **environment: str)
 
 def test_without_gpus_they_are_ours(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert uses_package_workers("auto") and uses_package_workers("ours")
+    assert uses_package_workers("auto", "fp8_e2e") and uses_package_workers("ours", "fp8_e2e")
     with pytest.raises(UserError, match=r"nemo_fp8rl\.workers=nemo_rl: .* set it to ours"):
-        uses_package_workers("nemo_rl")
+        uses_package_workers("nemo_rl", "fp8_e2e")
 
 
 @pytest.mark.parametrize("address", ["banana", "127.0.0.1:1", "127.0.0.1:port", "127.0.0.1:99999"])
@@ -62,13 +62,13 @@ def test_a_cluster_that_cannot_be_joined_is_one_sentence_and_no_wait(monkeypatch
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match=rf"^RAY_ADDRESS={address}: that Ray cluster cannot be joined .*; start it"):
-        uses_package_workers("auto")
+        uses_package_workers("auto", "fp8_e2e")
 
 
 def test_an_address_that_is_empty_is_none(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert uses_package_workers("auto")
+    assert uses_package_workers("auto", "fp8_e2e")
 
 
 @pytest.mark.long

@@ -263,7 +263,7 @@ def test_a_recipe_is_judged_before_ray_starts(example, keys, monkeypatch, overri
         raise Goes
 
     if "++nemo_fp8rl.workers=ours" not in overrides:
-        monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked: False)
+        monkeypatch.setattr(run_loop, "uses_package_workers", lambda asked, flow: False)
     monkeypatch.setattr(run_loop, "_ray", goes)
     with pytest.raises(UserError if message else Goes, match=message):
         run_loop.run(example, [*keys, *overrides])

@@ -173,7 +173,7 @@ REFUSED = [
     (
         dataclasses.replace(DENSE, intermediate_size=384, head_dim=128),
         ("tensor_model_parallel_size=2",),
-        "size=2 does .*intermediate_size=384 of mlp.gate_proj in multiples of 128, the blocks of FP8; .*fit: 1$",
+        "size=2 does .*intermediate_size=384 of mlp.gate_proj in multiples of 128, the size of its blocks; .*fit: 1$",
     ),
     (
         dataclasses.replace(MOE, intermediate_size=768, head_dim=128),

@@ -4,7 +4,7 @@ Cache: what the kinds of layers keep of a token (keys and values, or the latent)
 recurrence, or a window of keys and values): `models/layer_kinds.py`.
 """
 
-from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, GIB, SCALE
+from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, GIB, engine_width
 from nemo_fp8rl.commands.doctor.models.layer_kinds import LAYER_KINDS
 from nemo_fp8rl.commands.doctor.models.sizes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
@@ -14,7 +14,7 @@ WORKSPACE = 2 * GIB
 
 
 def engine_weights(plan: Plan) -> float:
-    """Return the bytes of weights on the fullest GPU of an engine: FP8 with scales, the others in bfloat16."""
+    """Return the bytes of weights on the fullest GPU of an engine: quantized with scales, or bfloat16."""
     shape = plan.shape
     layers = -(-shape.layers // plan.engine_pipeline)
     each = sum(_engine_bytes(plan, weight) for i in range(shape.layers) for weight in shape.layer(i)) / shape.layers
@@ -23,7 +23,7 @@ def engine_weights(plan: Plan) -> float:
 
 
 def _engine_bytes(plan: Plan, weight: Weight) -> float:
-    size = 1 + SCALE if plan.is_fp8_in_engine(weight) else BF16
+    size = engine_width(plan.format) if plan.is_fp8_in_engine(weight) else BF16
     if weight.of_expert:
         return size * weight.elements / (plan.engine_expert if plan.engine_expert > 1 else plan.engine_tensor)
     parts = plan.engine_tensor if weight.split != "none" else 1

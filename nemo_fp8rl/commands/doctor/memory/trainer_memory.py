@@ -22,15 +22,14 @@ Sources:
   the bytes that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
 """
 
-from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, SCALE
+from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, sent_width
 from nemo_fp8rl.commands.doctor.models.layer_kinds import LAYER_KINDS, expert_kept
 from nemo_fp8rl.commands.doctor.models.sizes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
 from nemo_fp8rl.config.policy_schema import PolicyConfig
+from nemo_fp8rl.fp8 import FP8
 
-FP8 = 2 * (1 + SCALE)
-"""Bytes of an FP8 weight, by rows and by columns."""
-FP8_WEIGHTS, OPTIMIZER, DELTA_BASE = "FP8 weights", "optimizer", "kept for deltas"
+FP8_WEIGHTS, OPTIMIZER, DELTA_BASE = "quantized weights", "optimizer", "kept for deltas"
 
 
 def stage_parameters(plan: Plan, stage: int) -> tuple[float, float]:
@@ -89,7 +88,12 @@ def quantized_bytes(plan: Plan, stage: int) -> float:
     layers = [plan.shape.layer(i) for i in plan.stages[stage]]
     sizes = [sum(_on_rank(plan, weight) for weight in layer if plan.is_fp8_in_trainer(weight)) for layer in layers]
     layer_by_layer = plan.uses_package_workers and plan.megatron.get("activation_checkpointing")
-    return FP8 * (max(sizes, default=0) if layer_by_layer else sum(sizes))
+    return _quantized_width(plan) * (max(sizes, default=0) if layer_by_layer else sum(sizes))
+
+
+def _quantized_width(plan: Plan) -> float:
+    """Return the bytes of a quantized value: FP8 by rows and columns, or the bfloat16 value of an emulated format."""
+    return 2 * sent_width(FP8) if plan.format is FP8 else BF16
 
 
 def weight_bytes(plan: Plan, stage: int) -> tuple[float, float]:
@@ -98,7 +102,7 @@ def weight_bytes(plan: Plan, stage: int) -> tuple[float, float]:
     if not plan.fp8_param:
         return BF16 * values, 0.0
     linears = sum(_on_rank(plan, w) for w in _stage_weights(plan, stage) if plan.is_fp8_in_trainer(w))
-    return BF16 * (values - linears), FP8 * linears
+    return BF16 * (values - linears), _quantized_width(plan) * linears
 
 
 def refit_bytes(plan: Plan, stage: int) -> float:
@@ -112,7 +116,8 @@ def delta_base_bytes(plan: Plan, stage: int) -> float:
     if not (plan.uses_package_workers and plan.takes_deltas):
         return 0.0
     weights = _stage_weights(plan, stage)
-    return sum((1 + SCALE if plan.is_fp8_in_engine(w) else BF16) * _on_rank(plan, w) for w in weights)
+    sent = sent_width(plan.format)
+    return sum((sent if plan.is_fp8_in_engine(w) else BF16) * _on_rank(plan, w) for w in weights)
 
 
 def _shared_parameters(plan: Plan, stage: int) -> float:

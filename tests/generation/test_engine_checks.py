@@ -1,0 +1,46 @@
+"""Whether a GPU runs a recipe's number format, asked before anything is loaded; the GPU is a pretended one."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.fp8.gpu_support import nearest_flow, why_flow_unsupported
+from nemo_fp8rl.generation.engine_checks import check_machine
+from nemo_fp8rl.hf.model_config import read_hf_config
+
+TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("flow", "capability", "refused"),
+    [
+        ("mxfp8_e2e", BLACKWELL, ""),
+        ("mxfp8_e2e", HOPPER, r"flow=mxfp8_e2e: MXFP8 needs .* 10\.0 .* GPU has 9\.0; set nemo_fp8rl\.flow=fp8_e2e$"),
+        ("mxfp8_rollout", ADA, r"set nemo_fp8rl\.flow=fp8_rollout$"),
+        ("mxfp8_e2e", ADA, r"set nemo_fp8rl\.flow=fp8_rollout$"),
+        ("nvfp4_e2e", HOPPER, r"NVFP4 with 4-bit activations needs .*; set nemo_fp8rl\.flow=nvfp4_a16_e2e$"),
+        ("nvfp4_a16_e2e", AMPERE, ""),
+        ("nvfp4_a16_rollout", TURING, r"NVFP4 needs .* 8\.0 or higher, .* has 7\.5; set nemo_fp8rl\.flow=bf16$"),
+        ("fp8_e2e", ADA, r"blockwise FP8 training needs .*; set nemo_fp8rl\.flow=fp8_rollout$"),
+        ("bf16", TURING, ""),
+    ],
+)
+def test_a_format_that_a_gpu_cannot_multiply_is_refused_with_the_nearest_that_it_can(
+    recipe, monkeypatch, flow, capability, refused
+):
+    cfg = recipe(f"nemo_fp8rl.flow={flow}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Pretended GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_machine(read_hf_config(cfg.policy.model_name), cfg, trains=True)
+
+
+@pytest.mark.parametrize("capability", [TURING, AMPERE, ADA, HOPPER])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "nvfp4_a16"])
+@pytest.mark.parametrize("side", ["e2e", "rollout"])
+def test_what_a_gpu_takes_instead_it_can_run(capability, name, side):
+    flow = nearest_flow(f"{name}_{side}", capability)
+    assert why_flow_unsupported(flow, "GPU", capability, trains=True) == ""
