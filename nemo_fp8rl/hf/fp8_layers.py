@@ -91,11 +91,11 @@ def fused_sizes(hf: HfConfig) -> dict[str, tuple[str, int]]:
 
 
 def unaligned_projections(
-    hf: HfConfig, layers: Fp8Layers, sizes: Mapping[str, tuple[str, int]]
+    hf: HfConfig, layers: Fp8Layers, sizes: Mapping[str, tuple[str, int]], unit: int = BLOCK[0]
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield (word, dimension, size) of the FP8 projections in `sizes` that are not whole blocks."""
+    """Yield (word, dimension, size) of the FP8 projections in `sizes` that are not whole blocks of `unit`."""
     for word, (name, size) in sizes.items():
-        if size % BLOCK[0] and is_fp8(hf, layers, word):
+        if size % unit and is_fp8(hf, layers, word):
             yield word, name, size
 
 

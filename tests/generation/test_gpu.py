@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.commands.export.convert import export
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from tests.conftest import RECIPES, SMALL

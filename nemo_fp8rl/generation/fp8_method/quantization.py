@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from nemo_fp8rl.fp8 import FORMATS, Fp8Layers, LinearRecipe
 from nemo_fp8rl.fp8.kernels import load, load_emulation
 from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.fp8_method.plugin import MODELOPT
 from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedLinearMethod, QuantizedMoEMethod
 
 
@@ -29,6 +30,8 @@ class NemoFp8RlConfig(Fp8Config):
     is_aligned: bool = False
     """True where the engine computes by the operations that it shares with the trainer (`shared_ops`)."""
     uses_flash_attention_3: bool = False
+    has_input_scales: bool = False
+    """True where the checkpoint has static scales of activations, for vLLM's own method."""
     fp8_layers: Fp8Layers
 
     @classmethod
@@ -49,9 +52,15 @@ class NemoFp8RlConfig(Fp8Config):
         first, end, ignored = config["fp8_layers"]
         if first == end and cls is not SharedBf16Config:
             return SharedBf16Config.from_config(config)
+        is_exported = config["quant_method"] == MODELOPT
+        if is_exported:  # what follows reads a config of FP8
+            config = config | {"quant_method": cls.get_name(), "activation_scheme": "dynamic"}
         method = cast(NemoFp8RlConfig, super().from_config(config))
         method.recipe = LinearRecipe(FORMATS[config.get("format", "fp8")], config["scale_format"])
         method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
+        method.has_input_scales = (
+            is_exported and method.recipe.format.has_global and bool(method.recipe.format.token_block)
+        )
         method.is_aligned = config.get("is_aligned", False)
         method.uses_flash_attention_3 = config.get("uses_flash_attention_3", False)
         if method.is_aligned:
@@ -66,12 +75,14 @@ class NemoFp8RlConfig(Fp8Config):
         if self.is_aligned and (shared := self._shared_method(layer, prefix)):
             return shared
         if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
-            return experts(layer.moe_config, self.recipe)
+            return experts(layer.moe_config, self.recipe, self.has_input_scales)
         if isinstance(layer, Attention) and not self._has_refits:
             return Fp8KVCacheMethod(self)  # takes the scales of an FP8 cache from the checkpoint, or warns
         if not isinstance(layer, LinearBase):
             return None
-        return linear(self.recipe) if self.fp8_layers.quantizes(prefix) else UnquantizedLinearMethod()
+        if self.fp8_layers.quantizes(prefix):
+            return linear(self.recipe, self.has_input_scales)
+        return UnquantizedLinearMethod()
 
     def _shared_method(self, layer: Any, prefix: str) -> Any:
         """Return the method of an aligned engine for a layer that multiplies; None for attention."""

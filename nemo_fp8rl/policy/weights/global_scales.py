@@ -31,6 +31,23 @@ FOLDER = "global_scales"
 logger = logging.getLogger(__name__)
 
 
+def headroom(scale_format: ScaleFormat) -> int:
+    """Return the binades between the largest value of a weight and what its global scale has room for."""
+    return HEADROOM if scale_format == "pow2" else 0
+
+
+def read_scales(checkpoint: Path) -> dict[str, float]:
+    """Return the factors of all ranks that saved, by HF name; empty if none did. Raises UserError."""
+    saved: dict[str, float] = {}
+    path = checkpoint / FOLDER
+    try:
+        for file in path.glob("rank_*.json"):
+            saved |= {str(name): float(encode) for name, encode in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); the checkpoint is not complete") from None
+    return saved
+
+
 @dataclass(frozen=True)
 class _Matrix:
     """A weight of Megatron's, which may be several of HF's.
@@ -43,8 +60,7 @@ class _Matrix:
     encode: Tensor
 
     def set(self, scale_format: ScaleFormat) -> None:
-        headroom = HEADROOM if scale_format == "pow2" else 0
-        self.encode.copy_(encode_scale(self.amax(), scale_format, headroom))
+        self.encode.copy_(encode_scale(self.amax(), scale_format, headroom(scale_format)))
 
     def amax(self) -> Tensor:
         """Return the largest magnitude, float32 [], of the weight of which ranks have parts; NaN if there is one."""
@@ -119,13 +135,7 @@ class GlobalScales:
         """Read the scales of all ranks that saved. Raises UserError, as a resumed run needs those of its last step."""
         if not self.matrices:
             return
-        saved: dict[str, float] = {}
-        path = folder / FOLDER
-        try:
-            for file in path.glob("rank_*.json"):
-                saved |= {str(name): float(encode) for name, encode in json.loads(file.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read ({error}); the checkpoint is not complete") from None
+        saved, path = read_scales(folder), folder / FOLDER
         for name, encode in self.encodes().items():
             if not 0 < saved.get(name, 0.0) < math.inf:
                 raise UserError(
