@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import FORMATS, Fp8Layers, LinearRecipe
-from nemo_fp8rl.fp8.kernels import load, load_emulation
+from nemo_fp8rl.fp8.kernels import load_emulation
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.plugin import MODELOPT
 from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedLinearMethod, QuantizedMoEMethod
@@ -71,7 +71,7 @@ class NemoFp8RlConfig(Fp8Config):
         return method
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        linear, experts = methods_for_device()
+        linear, experts = methods_for_device(self.recipe)
         if self.is_aligned and (shared := self._shared_method(layer, prefix)):
             return shared
         if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
@@ -125,7 +125,7 @@ def _register_shared_operations() -> None:
     register_shared_operations()
 
 
-def methods_for_device() -> tuple[type[QuantizedLinearMethod], type[QuantizedMoEMethod]]:
+def methods_for_device(recipe: LinearRecipe) -> tuple[type[QuantizedLinearMethod], type[QuantizedMoEMethod]]:
     """Return the methods of linear layers and of experts for this device. Raises ValueError where there are none.
 
     The quantizer is chosen and imported here, where vLLM builds the model, not when it traces or captures a forward.
@@ -138,8 +138,6 @@ def methods_for_device() -> tuple[type[QuantizedLinearMethod], type[QuantizedMoE
         return EmulatedLinearMethod, EmulatedMoEMethod
     if not current_platform.is_cuda():
         raise ValueError(f"quantization {NemoFp8RlConfig.get_name()} runs on CPUs and on NVIDIA's GPUs")
-    load("auto", "cuda")
-    from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
-    from nemo_fp8rl.generation.fp8_method.gpu_linear import NativeFp8LinearMethod
+    from nemo_fp8rl.generation.fp8_method.gpu_formats.choice import gpu_methods
 
-    return NativeFp8LinearMethod, NativeFp8MoEMethod
+    return gpu_methods(recipe)

@@ -126,6 +126,8 @@ def test_an_fp8_checkpoint_is_ours_only_where_the_user_says_so(method):
         ("fp8", QUANTIZATION, QUANTIZATION),
         ("fp8", None, None),
         ("fp8", "fp8", None),
+        ("modelopt", QUANTIZATION, QUANTIZATION),
+        ("modelopt", None, None),
         ("awq", QUANTIZATION, None),
         (QUANTIZATION, None, None),
     ):
@@ -148,7 +150,7 @@ def test_a_machine_without_fp8_kernels_is_refused(monkeypatch):
 
     monkeypatch.setattr(quantization, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False))
     with pytest.raises(ValueError, match="runs on CPUs and on NVIDIA's GPUs"):
-        quantization.methods_for_device()
+        quantization.methods_for_device(LinearRecipe())
 
 
 def test_a_checkpoint_of_somebody_else_is_refused(method):
