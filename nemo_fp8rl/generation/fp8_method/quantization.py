@@ -15,7 +15,6 @@ from vllm.platforms import current_platform
 from nemo_fp8rl.fp8 import FORMATS, Fp8Layers, LinearRecipe
 from nemo_fp8rl.fp8.kernels import load_emulation
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.fp8_method.plugin import MODELOPT
 from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedLinearMethod, QuantizedMoEMethod
 
 
@@ -52,14 +51,14 @@ class NemoFp8RlConfig(Fp8Config):
         first, end, ignored = config["fp8_layers"]
         if first == end and cls is not SharedBf16Config:
             return SharedBf16Config.from_config(config)
-        is_exported = config["quant_method"] == MODELOPT
-        if is_exported:  # what follows reads a config of FP8
+        is_for_modelopt = "quant_algo" in config
+        if is_for_modelopt:  # what follows reads a config of FP8
             config = config | {"quant_method": cls.get_name(), "activation_scheme": "dynamic"}
         method = cast(NemoFp8RlConfig, super().from_config(config))
         method.recipe = LinearRecipe(FORMATS[config.get("format", "fp8")], config["scale_format"])
         method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         method.has_input_scales = (
-            is_exported and method.recipe.format.has_global and bool(method.recipe.format.token_block)
+            is_for_modelopt and method.recipe.format.has_global and bool(method.recipe.format.token_block)
         )
         method.is_aligned = config.get("is_aligned", False)
         method.uses_flash_attention_3 = config.get("uses_flash_attention_3", False)
