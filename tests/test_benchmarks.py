@@ -18,6 +18,7 @@ ARGUMENTS = {
     "async_loop": ["--dry-run", "--json", "{}/figures.json"],
     "bandit": ["--seeds", "1", "--steps", "20", "--json", "{}/figures.json"],
     "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
+    "formats": ["--dry-run", "--folder", "{}", "--json", "{}/figures.json"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
     "in_flight": ["--dry-run", "--json", "{}/figures.json"],
     "layouts": ["--steps", "1", "--folder", "{}"],

@@ -5,16 +5,17 @@ is what the engine computes with and the trainer does not; with fp8_e2e both com
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import BLOCK, Fp8Layers, ScaleFormat, quantize_blockwise
+from nemo_fp8rl.fp8 import BLOCK, FP8, Format, Fp8Layers, ScaleFormat, quantize_blockwise
 from nemo_fp8rl.fp8.layers import LAYER
 
 ROWS_AT_ONCE = 8 * BLOCK[0]
-"""Rows quantized at once, whole blocks: a copy of a whole weight in float32 may be large."""
+"""Rows quantized at once, whole blocks of every format: a copy of a whole weight in float32 may be large."""
 
 
 SquaresByGroup = dict[str, tuple[float, float]]
@@ -25,17 +26,18 @@ def weight_error(parts: Iterable[SquaresByGroup]) -> dict[str, float]:
     """Return the relative error sqrt(sum (w' - w)^2 / sum w^2) of groups of weights.
 
     parts:  `weight_squares` of each rank
-    Names:  weight_error/fp8 for the weights that are FP8 in the engine, weight_error/bf16 for all others, which travel
-            unchanged and have the error 0; weight_error/layer_0, ... for all weights of a decoder layer. A group
-            without weights is left out, and a group whose weights are all 0 has the error 0.
+    Names:  weight_error/fp8 (or mxfp8, nvfp4, ...) for the weights that the engine has in that format,
+            weight_error/bf16 for all others, which travel unchanged and have the error 0; weight_error/layer_0, ... for
+            all weights of a decoder layer. A group without weights is left out, and a group whose weights are all 0 has
+            the error 0.
     """
     whole = sum_squares(parts)
     return {f"weight_error/{group}": math.sqrt(e / w) if w else 0.0 for group, (e, w) in whole.items()}
 
 
-def squares_by_group(fp8: bool, layer: int | None, error: float, norm: float) -> SquaresByGroup:
-    """Return the squares of one weight under the names of its groups."""
-    groups = ("fp8" if fp8 else "bf16", *([] if layer is None else [f"layer_{layer}"]))
+def squares_by_group(precision: str, layer: int | None, error: float, norm: float) -> SquaresByGroup:
+    """Return the squares of one weight under the names of its groups. precision: of the weight in the engine"""
+    groups = (precision, *([] if layer is None else [f"layer_{layer}"]))
     return dict.fromkeys(groups, (error, norm))
 
 
@@ -54,26 +56,31 @@ def weight_squares(
     weights: Iterable[tuple[str, Tensor]],
     fp8_layers: Fp8Layers,
     scale_format: ScaleFormat = "pow2",
+    format: Format = FP8,
+    encodes: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> SquaresByGroup:
     """Return one rank's part of `weight_error`; w' is the dequantized value of the engine's bytes.
 
     weights:  (HF name, tensor in the dtype that the trainer's forward reads)
+    encodes:  by name, the factors of global scales, as for `quantize_blockwise`
     Raises:   NonFiniteError on a weight that must be quantized and is not finite
     """
 
     def of(name: str, weight: Tensor) -> SquaresByGroup:
-        fp8, layer = fp8_layers.quantizes(name), LAYER.search(name)
-        error = _squared_error(weight, scale_format) if fp8 else 0.0
-        return squares_by_group(fp8, int(layer[1]) if layer else None, error, squares(weight))
+        is_quantized, layer = fp8_layers.quantizes(name), LAYER.search(name)
+        error = _squared_error(weight, format, scale_format, encodes.get(name)) if is_quantized else 0.0
+        return squares_by_group(
+            format.family if is_quantized else "bf16", int(layer[1]) if layer else None, error, squares(weight)
+        )
 
     return sum_squares(of(name, weight) for name, weight in weights)
 
 
-def _squared_error(weight: Tensor, scale_format: ScaleFormat) -> float:
+def _squared_error(weight: Tensor, format: Format, scale_format: ScaleFormat, encode: Tensor | None) -> float:
     """weight: [N, K], or [E, N, K], where each expert has its own blocks."""
     matrices = weight if weight.dim() == 3 else weight[None]
     return sum(
-        squares(quantize_blockwise(rows, scale_format=scale_format).dequantize() - rows)
+        squares(quantize_blockwise(rows, format=format, scale_format=scale_format, encode=encode).dequantize() - rows)
         for matrix in matrices
         for rows in matrix.split(ROWS_AT_ONCE)
     )

@@ -41,6 +41,16 @@ def check(cfg: Config) -> None:
             f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow="
             f"{cfg.nemo_fp8rl.flow} it has none: set it to false, or flow=fp8_e2e"
         )
+    if cfg.nemo_fp8rl.weight_block == "line" and not cfg.nemo_fp8rl.flow.startswith(("mxfp8", "nvfp4")):
+        raise UserError(
+            f"nemo_fp8rl.weight_block=line is for MXFP8 and NVFP4, and nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} has "
+            "blocks of its own: leave it out, or take a flow of these formats"
+        )
+    if cfg.nemo_fp8rl.scale_format == "fp32" and cfg.nemo_fp8rl.flow.startswith("mxfp8"):
+        raise UserError(
+            f"nemo_fp8rl.scale_format=fp32: scales of nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} are powers of two by the "
+            "format: set it to pow2"
+        )
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:

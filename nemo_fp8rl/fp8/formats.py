@@ -51,6 +51,17 @@ class Format:
         return 4 if self.scale == "float32" else 1
 
     @property
+    def family(self) -> str:
+        """The name without the block."""
+        return self.name.removesuffix("_{}x{}".format(*self.weight_block))
+
+    @property
+    def description(self) -> str:
+        rows, columns = self.weight_block
+        activations = "" if self.token_block else ", activations in bfloat16"
+        return f"{self.family.removesuffix('_a16').upper()} in blocks of {rows}x{columns}{activations}"
+
+    @property
     def line_block(self) -> Block:
         """The block of one row that is as wide as the weight's."""
         return (1, self.weight_block[1])

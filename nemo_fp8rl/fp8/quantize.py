@@ -172,7 +172,7 @@ def fake_quantize(
     x, dtype = x.detach(), dtype or x.dtype
     if format.element == "e4m3":
         return kernels.load_emulation(x.device.type)(x, block, _rule(format, scale_format), dtype)
-    encode = encode_scale(x.abs().amax(), scale_format) if encode is None else encode
+    encode = encode_scale(_largest(x.reshape(1, -1)), scale_format) if encode is None else encode
     return kernels.load_fp4_emulation(x.device.type)(x, block, encode.reshape(-1), flush, dtype)
 
 
@@ -206,6 +206,11 @@ def encode_scale(amax: Tensor, scale_format: ScaleFormat, headroom: int = 0) -> 
     return encode
 
 
+def _largest(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row of x [R, n], 0 for a row without values."""
+    return x.abs().amax(1) if x.size(1) else x.new_zeros(x.size(0))
+
+
 def _rule(format: Format, scale_format: ScaleFormat) -> ScaleRule:
     return "e8m0" if format.scale == "e8m0" else scale_format
 
@@ -214,7 +219,7 @@ def _set_global_scale(x: Tensor, encode: Tensor | None, scale_format: ScaleForma
     """Return the factors, float32 [E, 1], of x [E, N, K], and store their inverses in `out`."""
     assert out.global_scale is not None
     if encode is None:
-        encode = encode_scale(x.abs().amax((1, 2)), scale_format)
+        encode = encode_scale(_largest(x.flatten(1)), scale_format)
     factors = encode.to(x.device, torch.float32).reshape(-1).expand(x.size(0))
     out.global_scale.copy_(torch.div(torch.ones_like(factors), factors).view(out.global_scale.shape))
     return factors.unsqueeze(1).contiguous()

@@ -10,6 +10,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import short_repr
 from nemo_fp8rl.hf.config_keys import check_config_keys
 from nemo_fp8rl.hf.hub import checkpoint_folder, local_folder_hint
+from nemo_fp8rl.hf.quantized_checkpoint import refuse_quantized
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,7 @@ def read_hf_config(model_path: str | Path) -> HfConfig:
             f"{path}: model_type {short_repr(raw.get('model_type'))} is not supported; "
             f"supported families: {', '.join(FAMILIES)}"
         )
-    if raw.get("quantization_config") is not None:
-        raise UserError(f"{folder} is already quantized; give the bfloat16 checkpoint that it was made from")
-    if (folder / "hf_quant_config.json").exists():
-        raise UserError(
-            f"{folder} has hf_quant_config.json, by which vLLM takes it for quantized; give the bfloat16 checkpoint"
-        )
+    refuse_quantized(folder, raw)
     check_config_keys(raw, path, family.architecture, family.experts)
     for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
         if raw.get(key):

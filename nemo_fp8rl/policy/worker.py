@@ -337,7 +337,8 @@ class MegatronWorker:
     def weight_squares(self) -> SquaresByGroup:
         """Return this rank's part of `weight_error`."""
         choice = self.cfg.nemo_fp8rl
-        return self.weights().squares(self.engine_fp8_layers, choice.scale_format)
+        rule = self.engine_fp8_layers, choice.scale_format, choice.format, self.global_scales.encodes()
+        return self.weights().squares(*rule)
 
     def save(self, folder: str, optimizer: bool = True) -> None:
         """Write an HF checkpoint and the optimizer's state; all ranks call it together.

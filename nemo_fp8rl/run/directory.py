@@ -282,11 +282,11 @@ def checkpoint_steps(folder: Path) -> list[int]:
 def _choices(cfg: Config) -> dict[str, str]:
     """Return every choice that decides the numbers, as resolved."""
     choice = cfg.nemo_fp8rl
-    fp8 = "blockwise FP8"  # trainer_kernels and engine_kernels, from the workers, name the matmul
+    quantized = choice.format.description  # trainer_kernels and engine_kernels, from the workers, name the matmul
     return {
         "flow": choice.flow,
-        "trainer": fp8 if choice.quantizes_training else cfg.policy.precision,
-        "engine": fp8 if choice.quantizes_rollout else cfg.policy.precision,
+        "trainer": quantized if choice.quantizes_training else cfg.policy.precision,
+        "engine": quantized if choice.quantizes_rollout else cfg.policy.precision,
         "scales": choice.scale_format,
         "kv cache": _kv_cache(cfg),
         "correction": str(resolve_correction(cfg.loss_fn, choice.correction)),

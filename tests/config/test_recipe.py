@@ -479,6 +479,11 @@ def test_a_cycle_of_defaults_is_refused(folder):
         ),
         (["policy.megatron_cfg.optimizer.min_lr=1"], ["policy.megatron_cfg.optimizer.min_lr"]),
         (["nemo_fp8rl.fp8_param=true", "nemo_fp8rl.flow=bf16"], ["nemo_fp8rl.fp8_param", "nemo_fp8rl.flow=bf16"]),
+        (["nemo_fp8rl.weight_block=line"], ["nemo_fp8rl.weight_block=line", "nemo_fp8rl.flow=fp8_e2e"]),
+        (
+            ["nemo_fp8rl.scale_format=fp32", "nemo_fp8rl.flow=mxfp8_e2e"],
+            ["nemo_fp8rl.scale_format=fp32", "nemo_fp8rl.flow=mxfp8_e2e"],
+        ),
         (["policy.megatron_cfg.scheduler.lr_warmup_init=1"], ["policy.megatron_cfg.scheduler.lr_warmup_init"]),
     ],
 )

@@ -29,3 +29,12 @@ def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: str, seed: i
         x = torch.randn(shape, generator=generator, dtype=torch.float64) * float(kind)
     x = x.to(dtype)
     return torch.where(torch.isfinite(x), x, 0)
+
+
+def every_amax(rows: int, columns: int) -> Tensor:
+    """Return bf16 [32639, rows, columns]: matrix i has the i-th positive finite bf16 as its largest magnitude."""
+    amax = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).view(-1, 1, 1)
+    generator = torch.Generator().manual_seed(0)
+    x = (2 * torch.rand(amax.numel(), rows, columns, generator=generator) - 1).mul_(amax).bfloat16()
+    x[:, rows // 3, columns // 2] = amax[:, 0, 0] * (1 - 2 * (torch.arange(amax.numel()) % 2))
+    return x

@@ -15,15 +15,19 @@ from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import FREE, Pair
 
 FP8_CACHE = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
-CASES = [(family, flow) for family in ("qwen3", "qwen2", "llama", "qwen3_moe") for flow in ("fp8_e2e", "bf16")]
+CASES = [(family, flow) for family in ("qwen3", "qwen3_moe") for flow in ("fp8_e2e", "bf16")]
 CASES += [("qwen3", "fp8_e2e", FP8_CACHE)]
-LONG = ("qwen2", "bf16", FP8_CACHE)
+LONG = [(family, flow) for family in ("qwen2", "llama") for flow in ("fp8_e2e", "bf16")]
+LONG += [("qwen2", "bf16", FP8_CACHE)]
 SAMPLING = replace(FREE, max_new_tokens=5)
 
 
 @pytest.fixture(
     scope="module",
-    params=[*(pytest.param(case, id="-".join(case)) for case in CASES), pytest.param(LONG, marks=pytest.mark.long)],
+    params=[
+        *(pytest.param(case, id="-".join(case)) for case in CASES),
+        *(pytest.param(case, id="-".join(case), marks=pytest.mark.long) for case in LONG),
+    ],
 )
 def pair(request, tmp_path_factory):
     family, flow, *further = request.param

@@ -42,7 +42,7 @@ def test_commands_quote_paths_and_name_the_latest_checkpoint(tmp_path):
         logger=SimpleNamespace(log_dir=str(folder)),
         checkpointing=SimpleNamespace(checkpoint_dir=str(folder / "checkpoints")),
         grpo=SimpleNamespace(max_num_steps=10, max_num_epochs=3),
-        nemo_fp8rl=SimpleNamespace(engine_fp8=True),
+        nemo_fp8rl=SimpleNamespace(quantizes_rollout=True),
     )
     text = next_commands(cfg, 10).plain
     assert f"nemo-fp8rl report '{folder}'" in text

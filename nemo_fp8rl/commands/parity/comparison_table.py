@@ -1,8 +1,8 @@
 """The difference between an implementation and our contract: fractions of bytes, scales and values.
 
-bytes    FP8 bytes with another bit pattern
-scales   float32 scale_inv with another bit pattern
-values   data * scale_inv with another float32 value; 0 equals -0, NaN equals NaN
+bytes    bytes of data with another bit pattern; of NVFP4 a byte holds two values
+scales   block scales with another bit pattern
+values   data * block scale * global scale with another float32 value; 0 equals -0, NaN equals NaN
 
 Two implementations that write the same values in another form (half the bytes with twice the scale) differ in bytes and
 scales alone. A NaN or an overflow counts as a difference.
@@ -10,32 +10,69 @@ scales alone. A NaN or an overflow counts as a difference.
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.commands.parity import libraries, sample_matrices
-from nemo_fp8rl.commands.parity.formulas import FORMULAS
-from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, UnsupportedShapeError
+from nemo_fp8rl.commands.parity import formulas, libraries, mxfp8_formulas, nvfp4_formulas, sample_matrices
+from nemo_fp8rl.commands.parity.implementation import Implementation, UnsupportedShapeError
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat, kernels
-from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, BlockScaled
+from nemo_fp8rl.fp8 import BLOCK, FP8, MXFP8, NVFP4, Block, Format, ScaleFormat, encode_scale, kernels
+from nemo_fp8rl.fp8.block_scaled import SCALE_FORMATS, BlockScaled
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SECTIONS: dict[str, tuple[Block, Callable[[int, int], dict[str, Tensor]]]] = {
-    "weights 128x128": (BLOCK, sample_matrices.weights),
-    "activations 1x128": (ALONG_LAST, sample_matrices.activations),
-}
+FORMULAS = (*formulas.FORMULAS, *mxfp8_formulas.FORMULAS, *nvfp4_formulas.FORMULAS)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table: all implementations of a format in one block."""
+
+    format: Format
+    block: Block
+
+    @property
+    def title(self) -> str:
+        kind = "weights" if self.is_of_weights else "activations"
+        return f"{self.format.name} {kind} {self.block[0]}x{self.block[1]}"
+
+    @property
+    def scale_formats(self) -> tuple[ScaleFormat, ...]:
+        """E8M0 scales are powers of two, and there is no global scale to choose."""
+        return SCALE_FORMATS[:1] if self.format.scale == "e8m0" else SCALE_FORMATS
+
+    @property
+    def is_of_weights(self) -> bool:
+        return self.block == self.format.weight_block
+
+    def matrices(self, size: int, seed: int) -> dict[str, Tensor]:
+        return (sample_matrices.weights if self.is_of_weights else sample_matrices.activations)(size, seed)
+
+    def contract(self, x: Tensor, scale_format: ScaleFormat) -> BlockScaled:
+        """Return ours; small block scales are flushed in weights alone."""
+        if not self.format.has_global or self.is_of_weights:
+            return quantize_blockwise(x, format=self.format, block=self.block, scale_format=scale_format)
+        encode = encode_scale(x.abs().amax(), scale_format)
+        return quantize_blockwise(x, format=self.format, block=self.block, scale_format="fp32", encode=encode)
+
+    def has(self, implementation: Implementation) -> bool:
+        return implementation.format == self.format and self.block in implementation.blocks
+
+
+SECTIONS = tuple(
+    Section(format, block) for format in (FP8, MXFP8, NVFP4) for block in (format.weight_block, format.line_block)
+)
+"""Engines that quantize weights in MXFP8 and NVFP4 by themselves do it in the blocks of activations."""
 STEP = 2 * BLOCK[1]
 """Sizes are multiples of it, so that the zero half of a matrix ends at a block border."""
 MAX_SIZE = 16384
-WIDTH = 100
+WIDTH = 112
 """Columns of the table if the output is not a terminal."""
 
 
@@ -61,6 +98,7 @@ class Row:
     """
 
     section: str
+    format: str
     implementation: str
     source: str
     installed: str | None
@@ -91,9 +129,13 @@ def compare(other: BlockScaled, contract: BlockScaled) -> Difference:
     a, b = other.dequantize(), contract.dequantize()
     return Difference(
         _fraction(other.data.view(torch.uint8) != contract.data.view(torch.uint8)),
-        _fraction(other.scale_inv.view(torch.int32) != contract.scale_inv.view(torch.int32)),
+        _fraction(_bits(other.scale_inv) != _bits(contract.scale_inv)),
         _fraction((a != b) & ~(a.isnan() & b.isnan())),
     )
+
+
+def _bits(scales: Tensor) -> Tensor:
+    return scales.view(torch.int32 if scales.dtype is torch.float32 else torch.uint8)
 
 
 def report(size: int, seed: int) -> Report:
@@ -104,17 +146,17 @@ def report(size: int, seed: int) -> Report:
         raise UserError(f"--seed {seed} is not in 0 ... 2^63 - 1")
     installed, not_run = libraries.load_libraries()
     rows = []
-    for section, (block, draw) in SECTIONS.items():
-        matrices = draw(size, seed)
+    for section in SECTIONS:
+        matrices = section.matrices(size, seed)
         contract = {
-            (kind, scale_format): quantize_blockwise(x, block=block, scale_format=scale_format)
+            (kind, scale_format): section.contract(x, scale_format)
             for kind, x in matrices.items()
-            for scale_format in FORMATS
+            for scale_format in section.scale_formats
         }
         for implementation in _in_order(installed):
-            if block not in implementation.blocks:
+            if not section.has(implementation):
                 continue
-            for scale_format in FORMATS:
+            for scale_format in section.scale_formats:
                 inputs = {
                     kind: _difference(implementation, x, scale_format, contract[kind, scale_format], not_run)
                     for kind, x in matrices.items()
@@ -143,7 +185,7 @@ def show(result: Report) -> None:
         console.print(sentence, markup=False, soft_wrap=True)
     console.print()
     for section in SECTIONS:
-        console.print(_table(section, [row for row in result.rows if row.section == section]))
+        console.print(_table(section.title, [row for row in result.rows if row.section == section.title]))
     for name, reason in result.not_run.items():
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
 
@@ -153,14 +195,14 @@ def verdicts(result: Report) -> list[str]:
     by_name: dict[str, list[Row]] = {}
     for row in result.rows:
         name = f"{row.implementation} {row.installed}" if row.installed else f"{row.implementation} (formula)"
-        by_name.setdefault(name, []).append(row)
+        by_name.setdefault(f"{row.format}, {name}", []).append(row)
     return [f"{name}: {'; '.join(_verdicts_of_formats(rows))}" for name, rows in by_name.items()]
 
 
 def _verdicts_of_formats(rows: list[Row]) -> Iterator[str]:
     """Yield what is true of each scale format; equal sentences become one."""
     texts: dict[str, list[str]] = {}
-    for scale_format in FORMATS:
+    for scale_format in sorted({row.scale_format for row in rows}, key=SCALE_FORMATS.index):
         differences = {
             (row.section, kind): difference
             for row in rows
@@ -187,14 +229,14 @@ def _in_order(installed: list[Implementation]) -> Iterator[Implementation]:
     """Yield every formula, followed by the libraries that implement it."""
     for formula in FORMULAS:
         yield formula
-        yield from (library for library in installed if library.formula == formula.name)
+        yield from (made for made in installed if made.formula == formula.name and made.format == formula.format)
 
 
 def _row(
-    section: str, implementation: Implementation, scale_format: ScaleFormat, inputs: dict[str, Difference | None]
+    section: Section, implementation: Implementation, scale_format: ScaleFormat, inputs: dict[str, Difference | None]
 ) -> Row:
     i = implementation
-    return Row(section, i.name, i.source, i.version, i.device, scale_format, inputs)
+    return Row(section.title, section.format.name, i.name, i.source, i.version, i.device, scale_format, inputs)
 
 
 def _difference(
@@ -217,7 +259,9 @@ def _difference(
         first_line = str(error).partition("\n")[0]
         not_run[f"{implementation.name}, {scale_format}"] = f"failed ({type(error).__name__}: {first_line})"
         return None
-    return compare(replace(other, data=other.data.cpu(), scale_inv=other.scale_inv.cpu()), contract)
+    global_scale = None if other.global_scale is None else other.global_scale.cpu()
+    cpu = replace(other, data=other.data.cpu(), scale_inv=other.scale_inv.cpu(), global_scale=global_scale)
+    return compare(cpu, contract)
 
 
 def _fraction(differs: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The published formulas of other projects, operation by operation, in float32: amax, scale rounding, product.
+"""The published formulas of blockwise FP8, operation by operation, in float32: amax, scale rounding, product.
 
 Each is written from the source that it names, for torch on a CPU, where division, reciprocal and product are IEEE
 operations. The docstring of a formula says what a GPU computes differently. The functions that all formulas share are
@@ -35,8 +35,8 @@ def nemo_rl(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
     - fp32: 448 / amax with a Python number, which torch computes as the reciprocal times 448, with two roundings.
     - pow2: the exponent is ceil(log2(amax / 448)), stored as a uint8 of bias 127, where 0 stands for scale 1.
     """
-    blocks = _blocks(x, block, fill=float(x[-1, -1]))
-    amax = _amax(blocks)
+    blocks = cut_into_blocks(x, block, fill=float(x[-1, -1]))
+    amax = block_amax(blocks)
     if scale_format == "fp32":
         scale = amax.reciprocal() * E4M3_MAX
         scale = scale.masked_fill(amax == 0, 1.0)
@@ -48,8 +48,8 @@ def nemo_rl(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
 
 def verl_torch(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
     """verl, verl/utils/kernel/fp8_kernel.py, _scaled_fp8_blockwise_pytorch: torch.div, a true division. fp32 only."""
-    blocks = _blocks(x, block)
-    amax = _amax(blocks)
+    blocks = cut_into_blocks(x, block)
+    amax = block_amax(blocks)
     scale = torch.div(E4M3_MAX, amax).masked_fill(amax == 0, 1.0)
     return _result((blocks * scale).clamp(-E4M3_MAX, E4M3_MAX), scale.reciprocal(), x, block)
 
@@ -60,8 +60,8 @@ def verl_triton(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScal
     It stores amax / 448, not the inverse of the multiplier: the former rounds once, the multiplier twice. On a GPU
     Triton's `/` is an approximate division, up to 2 ulp off, so real figures can be worse.
     """
-    blocks = _blocks(x, block)
-    scale_inv = _amax(blocks).clamp(min=VERL_EPS) / E4M3_MAX
+    blocks = cut_into_blocks(x, block)
+    scale_inv = block_amax(blocks).clamp(min=VERL_EPS) / E4M3_MAX
     return _result((blocks * (1.0 / scale_inv)).clamp(-E4M3_MAX, E4M3_MAX), scale_inv, x, block)
 
 
@@ -74,8 +74,8 @@ def deepgemm(x: Tensor, block: Block, scale_format: ScaleFormat, on_gpu: bool = 
     - on_gpu: torch on CUDA divides by a Python number by multiplying with its reciprocal
       (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which in many cases gives another number.
     """
-    blocks = _blocks(x, block)
-    amax = _amax(blocks).clamp(min=DEEPGEMM_EPS)
+    blocks = cut_into_blocks(x, block)
+    amax = block_amax(blocks).clamp(min=DEEPGEMM_EPS)
     scale_inv = amax * (1 / E4M3_MAX) if on_gpu else amax / E4M3_MAX
     if scale_format == "pow2":
         scale_inv = _next_power(scale_inv)
@@ -93,7 +93,7 @@ def vllm_cuda(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled
     Values are divided by the stored scale instead of multiplied by an inverse. pow2 goes through log2, ceil and exp2.
     """
     blocks = _vllm_groups(x, block)
-    scale_inv = _amax(blocks).clamp(min=VLLM_EPS) / E4M3_MAX
+    scale_inv = block_amax(blocks).clamp(min=VLLM_EPS) / E4M3_MAX
     if scale_format == "pow2":
         scale_inv = _ceil_log2(scale_inv.clamp(min=1e-10))
     return _result((blocks / scale_inv).clamp(-E4M3_MAX, E4M3_MAX), scale_inv, x, block)
@@ -106,7 +106,7 @@ def vllm_triton(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScal
     division. pow2 goes through log2, ceil and exp2.
     """
     blocks = _vllm_groups(x, block)
-    scale_inv = _amax(blocks).clamp(min=VLLM_EPS) * (1 / E4M3_MAX)
+    scale_inv = block_amax(blocks).clamp(min=VLLM_EPS) * (1 / E4M3_MAX)
     if scale_format == "pow2":
         scale_inv = _ceil_log2(scale_inv)
     return _result((blocks / scale_inv).clamp(-E4M3_MAX, E4M3_MAX), scale_inv, x, block)
@@ -120,7 +120,7 @@ def vllm_ue8m0(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScale
     `vllm_requantization` shows what vLLM does to weights for UE8M0.
     """
     blocks = _vllm_groups(x, block)
-    scale_inv = _next_power((_amax(blocks).clamp(min=VLLM_EPS) / E4M3_MAX).clamp(min=1e-10))
+    scale_inv = _next_power((block_amax(blocks).clamp(min=VLLM_EPS) / E4M3_MAX).clamp(min=1e-10))
     return _result((blocks * (1.0 / scale_inv)).clamp(-E4M3_MAX, E4M3_MAX), scale_inv, x, block)
 
 
@@ -131,8 +131,8 @@ def vllm_native(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScal
     quantized models). The scale, not amax, has a floor, 1 / (448 * 512): groups with an amax below 1/512 differ, and
     with pow2 the floor itself is not a power of two.
     """
-    blocks = _blocks(x, block)
-    scale_inv = _amax(blocks) / E4M3_MAX
+    blocks = cut_into_blocks(x, block)
+    scale_inv = block_amax(blocks) / E4M3_MAX
     if scale_format == "pow2":
         scale_inv = _ceil_log2(scale_inv)
     scale_inv = scale_inv.clamp(min=VLLM_NATIVE_MIN_SCALE)
@@ -146,12 +146,12 @@ def vllm_requantization(x: Tensor, block: Block, scale_format: ScaleFormat) -> B
     casts them again with pow2 scales, by DeepGEMM's formula with the exponent from ceil(log2).
     """
     loaded = quantize_blockwise(x, block=block, scale_format=scale_format).dequantize()
-    blocks = _blocks(loaded, block)
-    scale_inv = _ceil_log2(_amax(blocks).clamp(min=DEEPGEMM_EPS) / E4M3_MAX)
+    blocks = cut_into_blocks(loaded, block)
+    scale_inv = _ceil_log2(block_amax(blocks).clamp(min=DEEPGEMM_EPS) / E4M3_MAX)
     return _result(blocks * (1.0 / scale_inv), scale_inv, loaded, block)
 
 
-def _blocks(x: Tensor, block: Block, fill: float = 0.0) -> Tensor:
+def cut_into_blocks(x: Tensor, block: Block, fill: float = 0.0) -> Tensor:
     """Return x [N, K] as float32 [N/b0, b0, K/b1, b1], with incomplete blocks filled with `fill`."""
     (n, k), (b0, b1) = x.shape, block
     padded = F.pad(x.float(), (0, -k % b1, 0, -n % b0), value=fill)
@@ -159,13 +159,23 @@ def _blocks(x: Tensor, block: Block, fill: float = 0.0) -> Tensor:
 
 
 def _vllm_groups(x: Tensor, block: Block) -> Tensor:
-    """Return `_blocks`, for kernels that refuse activation rows of incomplete groups."""
-    if block == ALONG_LAST and x.size(1) % block[1]:
+    """Return `cut_into_blocks`, for kernels that refuse activation rows of incomplete groups."""
+    return cut_whole_blocks(x, block) if block == ALONG_LAST else cut_into_blocks(x, block)
+
+
+def cut_whole_blocks(x: Tensor, block: Block) -> Tensor:
+    """Return `cut_into_blocks`. Raises UnsupportedShapeError if a row is not made of whole blocks."""
+    check_whole_blocks(x, block)
+    return cut_into_blocks(x, block)
+
+
+def check_whole_blocks(x: Tensor, block: Block) -> None:
+    """Raise UnsupportedShapeError if a row is not made of whole blocks."""
+    if x.size(1) % block[1]:
         raise UnsupportedShapeError(f"a row of {x.size(1)} values is not made of whole groups of {block[1]}")
-    return _blocks(x, block)
 
 
-def _amax(blocks: Tensor) -> Tensor:
+def block_amax(blocks: Tensor) -> Tensor:
     """Return the largest magnitude of each block, [N/b0, 1, K/b1, 1]."""
     return blocks.abs().amax((1, 3), keepdim=True)
 

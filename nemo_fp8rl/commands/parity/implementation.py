@@ -6,7 +6,7 @@ from typing import get_args
 
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat
+from nemo_fp8rl.fp8 import BLOCK, FP8, Block, Format, ScaleFormat
 from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, BlockScaled
 
 FORMATS: tuple[ScaleFormat, ...] = get_args(ScaleFormat)
@@ -14,7 +14,7 @@ BOTH: tuple[Block, ...] = (BLOCK, ALONG_LAST)
 """Weights and activations."""
 
 Quantize = Callable[[Tensor, Block, ScaleFormat], BlockScaled]
-"""(x, bf16, fp16 or fp32 [N, K], block, scale_format) -> x in FP8; may raise UnsupportedShapeError."""
+"""(x, bf16, fp16 or fp32 [N, K], block, scale_format) -> x quantized; may raise UnsupportedShapeError."""
 
 
 class UnsupportedShapeError(ValueError):
@@ -30,6 +30,7 @@ class Implementation:
     quantize: the formula or function
     blocks:   the blocks that it supports
     formats:  the scale formats that it supports
+    format:   the number format that it makes
     version:  version of the installed library; None for a formula
     formula:  name of the formula that the library implements
     device:   the device that it runs on
@@ -43,3 +44,4 @@ class Implementation:
     version: str | None = None
     formula: str | None = None
     device: str = "cpu"
+    format: Format = FP8

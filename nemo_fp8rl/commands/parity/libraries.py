@@ -11,7 +11,8 @@ import importlib.util
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -20,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.commands.parity import formulas
-from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, Quantize, UnsupportedShapeError
+from nemo_fp8rl.commands.parity import formulas, mxfp8_formulas, nvfp4_formulas
+from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation, Quantize
+from nemo_fp8rl.commands.parity.transformer_engine import e2m1_codes
 from nemo_fp8rl.fp8 import BLOCK, Block, ScaleFormat, kernels
-from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, BlockScaled
+from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, E4M3, BlockScaled
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
 
 NEMO_RL_SRC = "NEMO_RL_SRC"
@@ -143,8 +145,7 @@ def vllm() -> list[Implementation]:
         return BlockScaled(data, scale_inv, block)
 
     def group(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
-        if x.size(1) % block[1]:
-            raise UnsupportedShapeError(f"a row of {x.size(1)} values is not made of whole groups of {block[1]}")
+        formulas.check_whole_blocks(x, block)
         data, scale_inv = fp8_utils.per_token_group_quant_fp8(x.cuda(), block[1], use_ue8m0=scale_format == "pow2")
         return BlockScaled(data, scale_inv, block)
 
@@ -162,12 +163,90 @@ def vllm() -> list[Implementation]:
     return implementations
 
 
+def vllm_mxfp8() -> list[Implementation]:
+    """Load vLLM's quantizer of MXFP8 in torch."""
+    utils = _module("vllm.model_executor.layers.quantization.utils.mxfp8_utils")
+
+    def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        formulas.check_whole_blocks(x, block)
+        data, scales = utils._mxfp8_e4m3_quantize_torch(x.to(_device()))
+        return BlockScaled(data, scales, block, mxfp8_formulas.LINES)
+
+    return [_beside(mxfp8_formulas.FORMULAS, "vLLM torch", quantize, _module("vllm").__version__, _device())]
+
+
+def vllm_nvfp4() -> list[Implementation]:
+    """Load vLLM's emulation of NVFP4, which gives the values of codes."""
+    utils = _module("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils")
+
+    def quantize(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        formulas.check_whole_blocks(x, block)
+        encode = nvfp4_formulas.encode_factor(x, scale_format).to(_device())
+        values, scales = utils.ref_nvfp4_quant(x.to(_device()), encode, block[1])
+        return _packed(values, scales, 1 / encode, block)
+
+    return [_beside(nvfp4_formulas.FORMULAS, "vLLM emulation", quantize, _module("vllm").__version__, _device())]
+
+
+def compressed_tensors() -> list[Implementation]:
+    """Load compressed-tensors' quantizers, which llm-compressor calls."""
+    quantization = _module("compressed_tensors.quantization")
+    helpers = _module("compressed_tensors.quantization.utils.helpers")
+    forward = _module("compressed_tensors.quantization.lifecycle.forward")
+
+    def cast(x: Tensor, block: Block, arguments: Any, encode: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the values of the codes, and the scales."""
+        formulas.check_whole_blocks(x, block)
+        blocks = x.view(x.size(0), -1, block[1])
+        scales, zeros = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), arguments, global_scale=encode)
+        return forward.quantize(x, scales, zeros, arguments, global_scale=encode), scales
+
+    def nvfp4(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        pow2 = nvfp4_formulas.encode_factor(x, scale_format)
+        encode = helpers.generate_gparam(x.amin(), x.amax()) if scale_format == "fp32" else pow2
+        arguments = quantization.QuantizationArgs(
+            num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=E4M3, zp_dtype=E4M3
+        )
+        return _packed(*cast(x, block, arguments, encode), 1 / encode, block)
+
+    def mxfp8(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+        arguments = quantization.QuantizationArgs(
+            num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8, zp_dtype=torch.uint8
+        )
+        data, scales = cast(x.float(), block, arguments, None)
+        return BlockScaled(data.to(E4M3), scales.float().log2().add(127).to(torch.uint8), block, mxfp8_formulas.LINES)
+
+    name, version = "compressed-tensors", _version("compressed-tensors")
+    return [
+        _beside(mxfp8_formulas.FORMULAS, name, mxfp8, version, "cpu"),
+        _beside(nvfp4_formulas.FORMULAS, name, nvfp4, version, "cpu"),
+    ]
+
+
+def _beside(
+    published: Iterable[Implementation], name: str, quantize: Quantize, version: str, device: str
+) -> Implementation:
+    """Return the library that implements the formula of that name."""
+    formula = next(formula for formula in published if formula.name == name)
+    return replace(formula, quantize=quantize, formula=name, version=version, device=device)
+
+
+def _packed(values: Tensor, scales: Tensor, global_scale: Tensor, block: Block) -> BlockScaled:
+    """Return NVFP4 of the values of codes [N, K], which are written as codes and packed."""
+    codes = e2m1_codes(values.float().cpu().numpy())
+    data = torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4)
+    return BlockScaled(data, scales.to(E4M3).cpu(), block, nvfp4_formulas.LINES, global_scale.cpu().view(()))
+
+
 LOADERS: dict[str, Callable[[], list[Implementation]]] = {
     "Transformer Engine": transformer_engine,
     "NeMo RL": nemo_rl,
     "verl": verl,
     "DeepGEMM": deepgemm,
     "vLLM": vllm,
+    "vLLM MXFP8": vllm_mxfp8,
+    "vLLM NVFP4": vllm_nvfp4,
+    "compressed-tensors": compressed_tensors,
 }
 
 

@@ -12,7 +12,10 @@ DEGREES = 3
 OUTLIER = 8.0
 """The last element of `ragged outlier`, in sigmas."""
 
-KINDS = ("normal", "heavy-tailed", "ragged", "ragged outlier", "zero blocks", "tiny")
+BINADES = 24
+"""Between the first row of `wide range` and a row below its last."""
+
+KINDS = ("normal", "heavy-tailed", "ragged", "ragged outlier", "zero blocks", "tiny", "wide range")
 """
 normal          Gaussian
 heavy-tailed    Student t
@@ -20,6 +23,7 @@ ragged          the last blocks of rows and columns are incomplete
 ragged outlier  the same, and the very last element is large
 zero blocks     the left half is zero
 tiny            Gaussian of sigma 1e-6
+wide range      each row is a little smaller than the row before, the last by about 2^-24
 """
 
 
@@ -54,6 +58,9 @@ def _matrices(rows: int, columns: int, sigma: float, seed: int) -> dict[str, Ten
             x[-1, -1] = last
         return x
 
+    def wide_range() -> Tensor:
+        return normal() * 2.0 ** -(torch.arange(rows) * BINADES // rows).view(-1, 1)
+
     kinds: dict[str, Callable[[], Tensor]] = {
         "normal": lambda: sigma * normal(),
         "heavy-tailed": lambda: sigma * heavy_tailed(),
@@ -61,5 +68,6 @@ def _matrices(rows: int, columns: int, sigma: float, seed: int) -> dict[str, Ten
         "ragged outlier": lambda: sigma * ragged(OUTLIER),
         "zero blocks": lambda: sigma * zero_blocks(),
         "tiny": lambda: SIGMA_TINY * normal(),
+        "wide range": lambda: sigma * wide_range(),
     }
     return {kind: kinds[kind]().bfloat16() for kind in KINDS}

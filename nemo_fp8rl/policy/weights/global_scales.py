@@ -11,6 +11,7 @@ The scales are part of a checkpoint, because blocks of tiny values are flushed r
 import json
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +60,6 @@ class _Matrix:
     layer: Any
     encode: Tensor
 
-    def set(self, scale_format: ScaleFormat) -> None:
-        self.encode.copy_(encode_scale(self.amax(), scale_format, headroom(scale_format)))
-
-    def amax(self) -> Tensor:
-        """Return the largest magnitude, float32 [], of the weight of which ranks have parts; NaN if there is one."""
-        amax = self.layer.weight.detach().abs().amax().float()
-        if self.layer.tp_group.size() > 1:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.layer.tp_group)
-        return amax
-
 
 class GlobalScales:
     """The factors `encode` (1 / global scale) of a rank's weights that engines quantize.
@@ -101,8 +92,10 @@ class GlobalScales:
     @torch.no_grad()
     def choose(self) -> None:
         """Choose all scales for the present weights, together with the ranks that share them."""
-        for matrix in self._distinct():
-            matrix.set(self.scale_format)
+        room = headroom(self.scale_format)
+        for matrices, amax in self._largest():
+            for matrix, encode in zip(matrices, encode_scale(amax, self.scale_format, room), strict=True):
+                matrix.encode.copy_(encode)
 
     @torch.no_grad()
     def update(self) -> int:
@@ -110,19 +103,33 @@ class GlobalScales:
         if self.scale_format == "fp32":
             self.choose()
             return 0
-        outgrown = [m for m in self._distinct() if encode_scale(m.amax(), "pow2") < m.encode]
-        for matrix in outgrown:
-            matrix.set(self.scale_format)
-            name = next(name for name, other in self.matrices.items() if other is matrix)
-            logger.warning("the global scale of %s was raised to %g", name, 1 / float(matrix.encode))
-        return len(outgrown)
+        count = 0
+        for matrices, amax in self._largest():
+            encodes = torch.stack([matrix.encode for matrix in matrices])
+            outgrown = encode_scale(amax, "pow2") < encodes
+            if not outgrown.any():  # the only wait for a GPU
+                continue
+            for i in outgrown.nonzero()[:, 0].tolist():
+                matrices[i].encode.copy_(encode_scale(amax[i], "pow2", HEADROOM))
+                name = next(name for name, matrix in self.matrices.items() if matrix is matrices[i])
+                logger.warning("the global scale of %s was raised to %g", name, 1 / float(matrices[i].encode))
+                count += 1
+        return count
 
     def encodes(self) -> dict[str, Tensor]:
         """Return the factors, float32 [], of this rank's weights by HF name."""
         return {name: matrix.encode for name, matrix in self.matrices.items()}
 
-    def _distinct(self) -> list[_Matrix]:
-        return list({id(matrix): matrix for matrix in self.matrices.values()}.values())
+    def _largest(self) -> Iterator[tuple[list[_Matrix], Tensor]]:
+        """Yield (matrices that the same ranks share, their largest magnitudes, float32 [matrices])."""
+        by_group: dict[Any, list[_Matrix]] = {}
+        for matrix in {id(matrix): matrix for matrix in self.matrices.values()}.values():
+            by_group.setdefault(matrix.layer.tp_group, []).append(matrix)
+        for group, matrices in by_group.items():
+            amax = torch.stack([matrix.layer.weight.detach().abs().amax().float() for matrix in matrices])
+            if group.size() > 1:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+            yield matrices, amax
 
     def save(self, folder: Path, rank: int) -> None:
         """Write this rank's scales to the folder of a checkpoint. Raises OSError."""

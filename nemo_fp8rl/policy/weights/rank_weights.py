@@ -1,6 +1,6 @@
 """The weights of one rank in the forms that engines, checkpoints and the reference policy need."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from nemo_fp8rl.algorithms.quantization_error import (
     sum_squares,
     weight_squares,
 )
-from nemo_fp8rl.fp8 import BlockScaled, Fp8Layers, ScaleFormat
+from nemo_fp8rl.fp8 import BlockScaled, Format, Fp8Layers, ScaleFormat
 from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, refit_views, storage_tensors
 from nemo_fp8rl.policy.weights.hf_names import to_hf
 from nemo_fp8rl.policy.weights.layout import Layout
@@ -52,10 +52,12 @@ class RankWeights:
 
         return to_hf(self.layout, part)
 
-    def squares(self, fp8_layers: Fp8Layers, scale_format: ScaleFormat) -> SquaresByGroup:
-        """Return this rank's part of `quantization_error.weight_error`."""
+    def squares(
+        self, fp8_layers: Fp8Layers, scale_format: ScaleFormat, format: Format, encodes: Mapping[str, Tensor]
+    ) -> SquaresByGroup:
+        """Return this rank's part of `quantization_error.weight_error`; `weight_squares` has the arguments."""
         weights = ((n, w) for n, w in self.for_refit() if self.layout.is_writer(n) and not isinstance(w, BlockScaled))
-        return sum_squares([weight_squares(weights, fp8_layers, scale_format), self._squares_of_fp8()])
+        return sum_squares([weight_squares(weights, fp8_layers, scale_format, format, encodes), self._squares_of_fp8()])
 
     @torch.no_grad()
     def _squares_of_fp8(self) -> SquaresByGroup:
@@ -66,7 +68,7 @@ class RankWeights:
             master = state.master.to(parameter.device, parameter.dtype)
             error = squares(fp8_view(parameter).dequantize().flatten()[slice(*state.span)] - master)
             layer = self.layout.layers[int(name.split(".")[2])]  # decoder.layers.N, counted on this rank
-            return squares_by_group(True, layer, error, squares(master))
+            return squares_by_group("fp8", layer, error, squares(master))
 
         states = state_slices(self.model, self.optimizer).items()
         return sum_squares(slice_squares(name, state) for name, state in states if is_fp8(self.parameters[name]))

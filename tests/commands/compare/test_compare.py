@@ -116,7 +116,7 @@ def test_every_run_has_its_numbers(story):
     flows = {run["flow"]: run for run in story.results["runs"]}
     fp8 = flows["fp8_rollout+correction"]
     assert fp8["numbers"]["token_mult_prob_error"] > flows["bf16"]["numbers"]["token_mult_prob_error"]
-    assert fp8["choices"]["engine"] == "blockwise FP8"
+    assert fp8["choices"]["engine"] == "FP8 in blocks of 128x128"
     assert fp8["choices"]["engine_kernels"].endswith("fp8.fprop (emulated)")
     assert fp8["choices"]["trainer_kernels"] == "none in FP8"
     assert "torch" in story.results["versions"]

@@ -9,9 +9,8 @@ import torch
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.commands.parity import comparison_table, libraries, sample_matrices
-from nemo_fp8rl.commands.parity.comparison_table import Difference, as_json, compare, report, show
-from nemo_fp8rl.commands.parity.formulas import FORMULAS
-from nemo_fp8rl.commands.parity.implementation import FORMATS, Implementation
+from nemo_fp8rl.commands.parity.comparison_table import FORMULAS, SECTIONS, Difference, as_json, compare, report, show
+from nemo_fp8rl.commands.parity.implementation import Implementation
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise
 from nemo_fp8rl.fp8.block_scaled import E4M3
 
@@ -85,14 +84,20 @@ def small() -> comparison_table.Report:
 def test_every_formula_stands_in_its_sections_in_both_formats(small):
     listed = [(row.section, row.implementation, row.scale_format) for row in small.rows]
     assert len(listed) == len(set(listed))
-    sections = {block: section for section, (block, _) in comparison_table.SECTIONS.items()}
-    expected = {(sections[b], made.name, form) for made in FORMULAS for b in made.blocks for form in FORMATS}
+    expected = {
+        (section.title, made.name, scale_format)
+        for section in SECTIONS
+        for made in FORMULAS
+        if made.format == section.format and section.block in made.blocks
+        for scale_format in section.scale_formats
+    }
     assert set(listed) == expected
+    assert {row.format for row in small.rows} == {"fp8", "mxfp8", "nvfp4"}
 
 
 def test_a_format_that_an_implementation_lacks_is_shown_as_missing(small):
     for row in small.rows:
-        made = next(made for made in FORMULAS if made.name == row.implementation)
+        made = next(made for made in FORMULAS if (made.name, made.format.name) == (row.implementation, row.format))
         taken = [kind for kind, difference in row.inputs.items() if difference is not None]
         assert bool(taken) == (row.scale_format in made.formats)
         assert list(row.inputs) == list(sample_matrices.KINDS)
@@ -119,8 +124,8 @@ def test_the_table_prints_every_implementation_and_what_was_not_run(small, capsy
     assert "verl: not installed" in out
     for made in FORMULAS:
         assert f" {made.name} " in out
-    for section in comparison_table.SECTIONS:
-        assert section in out
+    for section in SECTIONS:
+        assert section.title in out
     assert "…" not in out, "a column is cut off"
     assert max(map(len, out.splitlines())) <= comparison_table.WIDTH
 
@@ -130,8 +135,12 @@ def test_a_sentence_for_each_implementation_comes_before_the_tables(small, capsy
     lines = capsys.readouterr().out.splitlines()
     sentences = comparison_table.verdicts(small)
     assert lines[2 : 2 + len(FORMULAS)] == sentences
-    assert sentences[0] == "Transformer Engine (formula): pow2 and fp32 identical in all 12 inputs"
-    assert any(re.search(r"^NeMo RL .formula.: pow2 0\.\d+ % of values differ; fp32 \d+ ", text) for text in sentences)
+    assert sentences[0] == "fp8, Transformer Engine (formula): pow2 and fp32 identical in all 14 inputs"
+    assert "mxfp8, Transformer Engine (formula): pow2 identical in all 14 inputs" in sentences
+    assert any(re.search(r"^nvfp4, Transformer Engine .*; fp32 identical in all 14 inputs", text) for text in sentences)
+    assert any(
+        re.search(r"^fp8, NeMo RL .formula.: pow2 0\.\d+ % of values differ; fp32 \d+ ", text) for text in sentences
+    )
     assert any("pow2 not offered; fp32 identical" in text for text in sentences)
     assert any("pow2 the same values in other bytes" in text for text in sentences)
 
@@ -150,7 +159,7 @@ def test_a_library_is_compared_beside_its_formula(monkeypatch):
         return quantize_blockwise(x, block=block, scale_format=scale_format)
 
     monkeypatch.setattr(libraries, "LOADERS", library(noisy))
-    rows = [row for row in report(256, seed=0).rows if row.section == "weights 128x128"]
+    rows = [row for row in report(256, seed=0).rows if row.section == "fp8 weights 128x128"]
     assert [row.implementation for row in rows[:5]] == ["Transformer Engine"] * 2 + ["a library"] * 2 + ["NeMo RL"]
     assert [row.installed for row in rows[:5]] == [None, None, "1.2", "1.2", None]
     assert all(difference == NONE for difference in rows[2].inputs.values())
@@ -222,6 +231,7 @@ def test_the_json_has_the_documented_keys(capsys):
     for row in out["rows"]:
         assert list(row) == [
             "section",
+            "format",
             "implementation",
             "source",
             "installed",
