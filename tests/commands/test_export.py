@@ -217,7 +217,10 @@ def test_tensors_that_cannot_be_exported_are_named(modified_copy, refused_messag
     ("keys", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "is already quantized; give the bfloat16 checkpoint"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "(quant_method fp8); give the bfloat16 checkpoint",
+        ),
         ({"intermediate_size": 500}, "intermediate_size=500 is not a multiple of 128"),
         ({"head_dim": 96}, "num_key_value_heads * head_dim=192 is not a multiple of 128"),
         ({"head_dim": 96}, "keep that in bfloat16 by --quantization-ignored-layer-kws q_proj, or"),

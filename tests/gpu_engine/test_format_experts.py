@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops
 
+pytest.importorskip("vllm.model_executor.kernels.linear.mxfp8.flashinfer", reason="vLLM 0.25 has other kernels")
+
 from nemo_fp8rl.fp8 import FORMATS, FP8, Format, LinearRecipe, fake_quantize_tokens, quantize_blockwise
 from nemo_fp8rl.generation.fp8_method.gpu_formats import choice, marlin_experts
 from nemo_fp8rl.generation.fp8_method.gpu_formats.marlin_experts import MarlinMoEMethod

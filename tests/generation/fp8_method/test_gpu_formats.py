@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("vllm.model_executor.kernels.linear.mxfp8.flashinfer", reason="vLLM 0.25 has other kernels")
+
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.fp8 import (
@@ -181,6 +183,10 @@ def test_the_method_follows_format_and_gpu(monkeypatch, capability, format, name
 
 
 def test_what_has_no_kernel_is_refused_or_goes_to_marlin(monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "vllm_version", lambda: (0, 25))
+        with pytest.raises(ValueError, match=r"mxfp8 on a GPU needs the kernels of vLLM 0\.32; install it"):
+            choice.gpu_methods(LinearRecipe(MXFP8))
     fake_gpu(monkeypatch, 100, has_flashinfer=False)
     with caplog.at_level("INFO"):
         assert choice.gpu_methods(LinearRecipe(MXFP8))[0] is MarlinLinearMethod

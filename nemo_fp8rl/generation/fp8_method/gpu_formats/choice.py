@@ -2,6 +2,7 @@
 
 import logging
 
+from nemo_fp8rl.common.vllm_version import NEWER, vllm_version
 from nemo_fp8rl.fp8 import FP8, LinearRecipe
 from nemo_fp8rl.fp8.kernels import load, load_fp4
 from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedLinearMethod, QuantizedMoEMethod
@@ -20,6 +21,11 @@ def gpu_methods(recipe: LinearRecipe) -> tuple[type[QuantizedLinearMethod], type
         from nemo_fp8rl.generation.fp8_method.gpu_linear import NativeFp8LinearMethod
 
         return NativeFp8LinearMethod, NativeFp8MoEMethod
+    if vllm_version() < NEWER:
+        raise ValueError(
+            f"{recipe.format.name} on a GPU needs the kernels of vLLM {NEWER[0]}.{NEWER[1]}; install it, or set "
+            "nemo_fp8rl.flow=fp8_e2e"
+        )
     format, is_fp4 = recipe.format, recipe.format.element == "e2m1"
     if is_fp4 and format.token_block is not None and recipe.scale_format != "pow2":
         raise ValueError(
