@@ -29,7 +29,6 @@ def fake_moe_marlin(
     bias: None,
     scales: Tensor,
     a_scales: None,
-    global_scale: Any,
     *rest: Any,
     **names: Any,
 ) -> None:
