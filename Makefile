@@ -63,7 +63,7 @@ test-gpu-engine: setup-dev  ## the engine's methods for GPUs, on Triton's interp
 	  "Transformer Engine's Python cannot be installed: tests/transformer_engine/test_aligned.py is left out" >&2)
 	@$(if $(ARGS),,test ! -f .venv/transformer-engine-2.20/installed || \
 	  PYTHONPATH=$(CURDIR)/.venv/transformer-engine-2.20 $(BIN)/python -m pytest -q -p tests.transformer_engine.plugin \
-	  -m transformer_engine tests/transformer_engine/test_aligned.py -k "qwen3 and not qwen3_moe and not stands")
+	  -m transformer_engine tests/transformer_engine/test_aligned.py tests/transformer_engine/test_formats.py -k "formats or qwen3 and not qwen3_moe and not stands")
 
 test-gpu:  ## the tests that need a GPU, in the environment of PYTHON, which has the packages for one
 	@$(PYTHON) -m pytest -q -rs -m gpu $(ARGS)

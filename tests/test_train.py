@@ -226,6 +226,24 @@ def test_kill_9_in_a_save_resumes_to_the_same_numbers(uninterrupted, warm_overri
     assert not list((run / "checkpoints").glob(".partial*"))
 
 
+@pytest.mark.long
+def test_training_in_fp4_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers(warm_overrides, tmp_path):
+    """With random roundings of gradients, the estimated slope, and outliers that both sides multiply apart."""
+    fp4 = ("backward=native", "fp4.estimator=differentiable", "fp4.clamp_quantile=0.97")
+    keys = (*warm_overrides, "nemo_fp8rl.flow=nvfp4_e2e", *(f"nemo_fp8rl.{key}" for key in fp4))
+    short = ("grpo.max_num_steps=4", "grpo.val_period=0")
+    assert main(arguments(keys, tmp_path / "whole", *short)) == 0
+    with subprocess.Popen(command(keys, tmp_path / "run", *short), stdout=subprocess.DEVNULL) as process:
+        wait_for_step(process, tmp_path / "run", 3)
+        process.kill()
+    assert main(arguments(keys, tmp_path / "run", *short, "--resume")) == 0
+    assert results(tmp_path / "run") == results(tmp_path / "whole")
+    assert all(row["train/token_mult_prob_error"] < ALIGNED for row in read(tmp_path / "whole")[1:])
+    record = json.loads((tmp_path / "whole/environment.json").read_text())["choices"]
+    parts = "native, Hadamard transform, stochastic rounding, differentiable estimator"
+    assert record["backward"] == f"{parts}, activations clamped at quantile 0.97"
+
+
 @pytest.mark.parametrize("key", ["sleep_level=2", pytest.param("async_engine=true", marks=pytest.mark.long)])
 def test_where_engines_run_and_whether_they_sleep_changes_no_number(uninterrupted, warm_overrides, tmp_path, key):
     overrides = (*LONGER, f"logger.log_dir={tmp_path}/run", f"policy.generation.vllm_cfg.{key}")

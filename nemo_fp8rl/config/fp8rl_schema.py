@@ -5,8 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.gates import GateConfig
-from nemo_fp8rl.common.field_rules import ABOVE_0, MAY_CHANGE, Block, MayChange, NemoRl
+from nemo_fp8rl.common.field_rules import ABOVE_0, MAY_CHANGE, Block, EarlierRuns, MayChange, NemoRl, Range
 from nemo_fp8rl.fp8 import FLOW_FORMATS, FP8, Format, ScaleFormat, with_lines
+from nemo_fp8rl.fp8.names import Backward, Estimator
 
 Flow = Literal[
     "bf16",
@@ -42,6 +43,21 @@ class RefitConfig(Block):
 
 
 @dataclass(frozen=True)
+class Fp4Config(Block):
+    """Training in FP4 (flow nvfp4_e2e, and estimator in nvfp4_a16_e2e)."""
+
+    hadamard: Annotated[bool, EarlierRuns(True)] = True
+    """Transform the operands of a weight's gradient along the tokens. It is of backward=native."""
+    stochastic_rounding: Annotated[bool, EarlierRuns(True)] = True
+    """Round gradients at random, unbiased. It is of backward=native; the numbers follow from grpo.seed and the step."""
+    estimator: Annotated[Estimator, EarlierRuns("straight_through")] = "straight_through"
+    """Slope of a weight's rounding in its gradient. It is 1, or the differentiable one of arXiv 2501.17116."""
+    clamp_quantile: Annotated[float | None, Range(above=0.5, below=1), EarlierRuns(None)] = None
+    """Clamp a token's activations to its quantiles [1 - q, q]. The product of the rest, in high precision, is added, in
+    trainer and engine (on a CPU): arXiv 2501.17116, with quantiles of each token."""
+
+
+@dataclass(frozen=True)
 class Fp8RlConfig(Block):
     """Keys that NeMo RL does not have."""
 
@@ -62,9 +78,13 @@ class Fp8RlConfig(Block):
         NemoRl("policy.megatron_cfg.env_vars and policy.generation.vllm_cfg.pow2_weight_scaling_factors"),
     ] = "pow2"
     """Scales of the FP8 blocks, and the global scale of an NVFP4 tensor. Every quantizer agrees on pow2 scales only."""
-    weight_block: Literal["square", "line"] = "square"
+    weight_block: Annotated[Literal["square", "line"], EarlierRuns("square")] = "square"
     """Blocks of MXFP8 and NVFP4 weights. square: 32x32 and 16x16, the same bytes forward and backward. line: 1x32 and
     1x16, as libraries quantize for engines alone."""
+    backward: Annotated[Literal["auto"] | Backward, EarlierRuns("auto")] = "auto"
+    """What gradients' matmuls multiply. native: operands quantized for them; dequantized: the forward's, with gradients
+    in high precision; high_precision: nothing quantized. auto is native for fp8 and mxfp8, dequantized for nvfp4."""
+    fp4: Fp4Config = field(default_factory=Fp4Config)
     kv: Literal["unified", "rollout"] = "unified"
     """Attention of the trainer under an FP8 KV cache. unified: it reads what the cache (vllm_cfg.kv_cache_dtype) holds.
     rollout: it keeps its own keys and values."""
@@ -90,6 +110,23 @@ class Fp8RlConfig(Block):
     @property
     def quantizes_rollout(self) -> bool:
         return self.flow != "bf16"
+
+    @property
+    def resolved_backward(self) -> Backward:
+        return self.format.default_backward if self.backward == "auto" else self.backward
+
+    def describe_backward(self) -> str:
+        """Return how gradients are computed: `backward` as resolved, and what of FP4 goes with it."""
+        backward, fp4 = self.resolved_backward.replace("_", " "), self.fp4
+        if not self.format.is_fp4:
+            return backward
+        parts = {
+            "Hadamard transform": fp4.hadamard and backward == "native",
+            "stochastic rounding": fp4.stochastic_rounding and backward == "native",
+            "differentiable estimator": fp4.estimator == "differentiable",
+            f"activations clamped at quantile {fp4.clamp_quantile}": fp4.clamp_quantile is not None,
+        }
+        return ", ".join([backward, *(part for part, is_on in parts.items() if is_on)])
 
     @property
     def format(self) -> Format:

@@ -9,6 +9,7 @@ from nemo_fp8rl.algorithms.loss_config import resolve_correction
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import has_password, looks_secret
 from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.fp8 import FP8
 
 
 def lookup(cfg: Any, key: str) -> Any:
@@ -36,7 +37,7 @@ def check(cfg: Config) -> None:
             f"nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} needs policy.precision=bfloat16, got float32: "
             "FP8 weights are quantized from the bfloat16 parameter"
         )
-    if cfg.nemo_fp8rl.fp8_param and not cfg.nemo_fp8rl.quantizes_training:
+    if cfg.nemo_fp8rl.fp8_param and not (cfg.nemo_fp8rl.quantizes_training and cfg.nemo_fp8rl.format is FP8):
         raise UserError(
             f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow="
             f"{cfg.nemo_fp8rl.flow} it has none: set it to false, or flow=fp8_e2e"
@@ -51,6 +52,7 @@ def check(cfg: Config) -> None:
             f"nemo_fp8rl.scale_format=fp32: scales of nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} are powers of two by the "
             "format: set it to pow2"
         )
+    _check_quantized_training(cfg)
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:
@@ -76,6 +78,43 @@ def check(cfg: Config) -> None:
         _check_colocated(cfg)
     _check_environment(cfg)
     check_tracker(cfg.logger.mlflow.tracking_uri)
+
+
+def _check_quantized_training(cfg: Config) -> None:
+    choice, fp4 = cfg.nemo_fp8rl, cfg.nemo_fp8rl.fp4
+    key = f"nemo_fp8rl.flow={choice.flow}"
+    if choice.backward != "auto" and not choice.quantizes_training:
+        raise UserError(
+            f"nemo_fp8rl.backward={choice.backward} is of a trainer that quantizes, and with {key} it does not: set it "
+            "to auto, or a flow that ends with _e2e"
+        )
+    if choice.quantizes_training and choice.backward == "native" and not choice.format.has_native_backward:
+        raise UserError(
+            f"nemo_fp8rl.backward=native with {key}: activations stay in bfloat16, so no matmul has quantized "
+            "operands; set it to auto, dequantized or high_precision"
+        )
+    trains_in_fp4 = choice.quantizes_training and choice.format.is_fp4
+    if fp4.estimator == "differentiable" and not trains_in_fp4:
+        raise UserError(
+            f"nemo_fp8rl.fp4.estimator=differentiable with {key}: the trainer's weights are not in FP4; set it to "
+            "straight_through, or flow=nvfp4_e2e"
+        )
+    if fp4.clamp_quantile is None:
+        return
+    clamp = f"nemo_fp8rl.fp4.clamp_quantile={fp4.clamp_quantile}"
+    if not (trains_in_fp4 and choice.format.token_block):
+        raise UserError(
+            f"{clamp} with {key}: activations are not in FP4 on both sides; set it to null, or flow=nvfp4_e2e"
+        )
+    trainer, engine = (
+        "policy.megatron_cfg.tensor_model_parallel_size",
+        "policy.generation.vllm_cfg.tensor_parallel_size",
+    )
+    if lookup(cfg, trainer) != lookup(cfg, engine):
+        raise UserError(
+            f"{clamp}: ranks take the quantiles of their part of a token, so {trainer}={lookup(cfg, trainer)} and "
+            f"{engine}={lookup(cfg, engine)} must be equal; set clamp_quantile to null, or both to one size"
+        )
 
 
 def _check_environment(cfg: Config) -> None:

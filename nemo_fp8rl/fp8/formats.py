@@ -10,7 +10,7 @@ short, so that a tensor has a global scale as well: value = element * block scal
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nemo_fp8rl.fp8.names import Block, ScaleFormat
+from nemo_fp8rl.fp8.names import Backward, Block, ScaleFormat
 
 Element = Literal["e4m3", "e2m1"]
 """E4M3 is one byte, up to 448. E2M1 is half a byte, up to 6; the even column is in the low half."""
@@ -70,6 +70,20 @@ class Format:
     def column_block(self) -> Block:
         """The block of an activation or gradient that a matmul sums over its tokens."""
         return (self.weight_block[1], 1)
+
+    @property
+    def is_fp4(self) -> bool:
+        return self.element == "e2m1"
+
+    @property
+    def default_backward(self) -> Backward:
+        """`dequantized` in FP4, as peers take it for RL: the gradient of what the forward multiplied."""
+        return "dequantized" if self.is_fp4 else "native"
+
+    @property
+    def has_native_backward(self) -> bool:
+        """Return whether there are matmuls of quantized operands; a weight-only format has none."""
+        return self.token_block is not None
 
     def is_exact_in_bf16(self, scale_format: ScaleFormat) -> bool:
         """Return whether bfloat16 holds every dequantized value exactly."""

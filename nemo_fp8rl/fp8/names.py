@@ -19,5 +19,12 @@ It is the scale of a block in FP8, and the global scale in NVFP4."""
 ScaleRule = Literal["pow2", "fp32", "e8m0"]
 """How a kernel of E4M3 chooses a block's scale: `ScaleFormat`, or the rule of MXFP8."""
 
+Backward = Literal["native", "dequantized", "high_precision"]
+"""What the gradients' matmuls multiply: operands quantized for them; the forward's, with gradients in high precision;
+or everything in high precision."""
+
+Estimator = Literal["straight_through", "differentiable"]
+"""The slope of a weight's rounding to FP4 in its gradient: 1, or that of arXiv 2501.17116."""
+
 KernelName = Literal["auto", "reference", "cpu", "triton", "te"]
 """Implementations of the quantizer; `kernels` describes them."""

@@ -47,7 +47,12 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     overrides: dict[str, Any] = {"architectures": [hf.family.architecture]}  # vLLM goes by it, and it may be left out
     if fp8_layers or is_aligned:
         overrides["quantization_config"] = quantization_config(
-            cfg.nemo_fp8rl.scale_format, fp8_layers, is_aligned, uses_flash_attention_3, cfg.nemo_fp8rl.format
+            cfg.nemo_fp8rl.scale_format,
+            fp8_layers,
+            is_aligned,
+            uses_flash_attention_3,
+            cfg.nemo_fp8rl.format,
+            cfg.nemo_fp8rl.fp4.clamp_quantile,
         )
     if torch.cuda.is_available():
         device_arguments: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}

@@ -64,6 +64,10 @@ def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
 def _check_gpu(cfg: Config, training: bool) -> None:
     if not cfg.nemo_fp8rl.quantizes_rollout:
         return
+    if (quantile := cfg.nemo_fp8rl.fp4.clamp_quantile) is not None:
+        raise UserError(
+            f"nemo_fp8rl.fp4.clamp_quantile={quantile}: only engines on a CPU clamp activations; set it to null"
+        )
     capability = torch.cuda.get_device_capability()
     if refusal := why_no_fp8(torch.cuda.get_device_name(), capability, training):
         possible = "bf16" if capability < ADA else "fp8_rollout"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.fp8 import FP8
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.model_config import HfConfig
 
@@ -58,7 +59,13 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
     takes_flash_attention = chooses_flash_attention_3(cfg)
     backend = f"{prefix}.attention_backend={vllm.attention_backend}"
     shared_kernel = f"{prefix}.attention_backend=null, and both sides take their shared kernel, or {other}"
+    choice = cfg.nemo_fp8rl
     refused = [
+        (
+            choice.quantizes_rollout and choice.format is not FP8,
+            f"nemo_fp8rl.flow={choice.flow}: the product of another format than blockwise FP8",
+            other,
+        ),
         (
             vllm.attention_backend and not takes_flash_attention,
             f"{backend}: attention by a backend of vLLM",

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
-from nemo_fp8rl.fp8 import Fp8Layers, LinearRecipe, ScaleFormat
+from nemo_fp8rl.fp8 import FP8, Fp8Layers, LinearRecipe, ScaleFormat
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.shared_operations import Shapes
 from nemo_fp8rl.ops.alignment import Alignment, choose_alignment
@@ -178,6 +178,21 @@ def product_mismatches(shapes: Shapes, device: torch.device) -> list[str]:
     return [name for name, ranks in zip(names, of_all_ranks.tolist(), strict=True) if ranks]
 
 
+def linear_recipe(choice: Fp8RlConfig) -> LinearRecipe:
+    """Return how the trainer's quantized layers multiply."""
+    fp4 = choice.fp4
+    is_native_fp4 = choice.format.is_fp4 and choice.resolved_backward == "native"
+    return LinearRecipe(
+        choice.format,
+        choice.scale_format,
+        choice.resolved_backward,
+        hadamard=fp4.hadamard and is_native_fp4,
+        stochastic_rounding=fp4.stochastic_rounding and is_native_fp4,
+        estimator=fp4.estimator,
+        clamp_quantile=fp4.clamp_quantile,
+    )
+
+
 def block_spec(
     layout: Layout,
     choice: Fp8RlConfig,
@@ -196,9 +211,10 @@ def block_spec(
     """
     scale_format = choice.scale_format
     alignment = choose_alignment(choice)
-    recipe = LinearRecipe(choice.format, scale_format)
+    recipe = linear_recipe(choice)
     classes = layer_classes(alignment, recipe, mismatches, flash_attention_3)
     rank_order = alignment == "shared_ops"
+    has_te = torch.cuda.is_available() and choice.format is FP8  # other formats are emulated, on a GPU as well
     attention = make_attention_class(classes.attention, rope, kv_cache)
     if mismatches and choice.fp8_param:
         raise UserError(
@@ -211,7 +227,7 @@ def block_spec(
         in_fp8 = fp8_layers.quantizes(name)
         if layout.grouped_experts and ".experts." in name:
             return grouped(in_fp8)[row]
-        if mismatches or not (torch.cuda.is_available() and in_fp8):
+        if mismatches or not (has_te and in_fp8):
             return (classes.fp8_linears if in_fp8 else classes.linears)[row]
         return transformer_engine_linears(scale_format).te_linears(scale_format, choice.fp8_param, rank_order)[row]
 

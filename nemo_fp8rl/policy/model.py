@@ -14,15 +14,18 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.config.policy_schema import MegatronConfig, PolicyConfig
 from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.fp8 import FP8
 from nemo_fp8rl.hf.fp8_layers import projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig
-from nemo_fp8rl.hf.shared_operations import chooses_flash_attention_3, operation_shapes
+from nemo_fp8rl.hf.shared_operations import check_shared_operations, chooses_flash_attention_3, operation_shapes
+from nemo_fp8rl.ops import flash_attention
 from nemo_fp8rl.ops.alignment import choose_alignment
-from nemo_fp8rl.policy.layer_specs import block_spec, product_mismatches
+from nemo_fp8rl.policy.layer_specs import block_spec, product_mismatches, transformer_engine_linears
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.rope import read_rope
@@ -190,6 +193,34 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
             if name.endswith(tuple(ROUTER)):
                 parameter.requires_grad = False
     return model
+
+
+def check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
+    """Raise UserError, before anything is built, if the recipe asks for what a policy on a GPU cannot do."""
+    if choose_alignment(cfg.nemo_fp8rl) == "shared_ops":
+        check_shared_operations(hf, cfg)
+        if chooses_flash_attention_3(cfg):
+            flash_attention.check_machine()
+    choice = cfg.nemo_fp8rl
+    trains_in_fp8 = choice.quantizes_training and choice.format is FP8
+    if trains_in_fp8 and (backward := choice.resolved_backward) != "native":
+        raise UserError(
+            f"nemo_fp8rl.backward={backward}: Transformer Engine's layers, which multiply in FP8 on a GPU, have the "
+            "native backward; set it to auto"
+        )
+    if hf.family.experts or trains_in_fp8:
+        te = transformer_engine_linears(choice.scale_format if trains_in_fp8 else None)
+        allgather = hf.family.experts and moe_dispatcher(cfg.policy.megatron_cfg) == "allgather"
+        if allgather and (why_not := te.why_no_allgather()):
+            raise UserError(
+                f"{why_not} where experts are on one rank: install 2.15 or later, or set "
+                "policy.megatron_cfg.expert_model_parallel_size=2 or more"
+            )
+    if hf.family.experts and cfg.policy.precision == "float32":
+        raise UserError(
+            "policy.precision=float32: on a GPU experts are Transformer Engine's, which multiplies float32 in TF32; "
+            "set policy.precision=bfloat16"
+        )
 
 
 def mark_experts(model: PolicyModel, layout: Layout) -> None:

@@ -27,21 +27,21 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import FP8, FP8_TOKENS, KvScales, kernels
+from nemo_fp8rl.fp8.fp4_training.random_bits import GradientBits
 from nemo_fp8rl.fp8.kv_scales import CalibrationError
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
-from nemo_fp8rl.hf.model_config import HfConfig, read_hf_config
+from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.hf.shared_operations import check_shared_operations, chooses_flash_attention_3, operation_shapes
-from nemo_fp8rl.ops import flash_attention
+from nemo_fp8rl.hf.shared_operations import operation_shapes
 from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescription
-from nemo_fp8rl.policy.layer_specs import trainer_fingerprint, transformer_engine_linears
+from nemo_fp8rl.policy.layer_specs import trainer_fingerprint
 from nemo_fp8rl.policy.layers.attention import CoreAttention
 from nemo_fp8rl.policy.layers.kv_cache import make_kv_cache
-from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
+from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer, give_gradient_bits
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
-from nemo_fp8rl.policy.model import DTYPES, build_model, moe_dispatcher, transformer_config
+from nemo_fp8rl.policy.model import DTYPES, build_model, check_gpu_policy, transformer_config
 from nemo_fp8rl.policy.offload import Offload, copy_to_host
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
@@ -50,7 +50,7 @@ from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout
 from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
 from nemo_fp8rl.policy.weights.global_scales import FOLDER as GLOBAL_SCALES
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
-from nemo_fp8rl.policy.weights.optimizer_state import load_optimizer, save_optimizer
+from nemo_fp8rl.policy.weights.optimizer_state import count_adam_steps, load_optimizer, save_optimizer
 from nemo_fp8rl.policy.weights.rank_weights import RankWeights
 from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
@@ -97,7 +97,7 @@ class MegatronWorker:
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
         if on_gpu:
-            _check_gpu_policy(cfg, self.hf)
+            check_gpu_policy(cfg, self.hf)
         tokenizer_folder = checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
         self.source_folders = checkpoint_folder(cfg.policy.model_name), tokenizer_folder
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
@@ -118,6 +118,8 @@ class MegatronWorker:
             fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param
             self.ddp = build_ddp(config, self.model, cfg.policy.precision, fp8_param)
             self.optimizer = build_optimizer(cfg.policy, self.ddp, DTYPES[cfg.policy.precision], fp8_param)
+        self.optimizer_steps, self.gradient_bits = 0, GradientBits(cfg.grpo.seed)
+        give_gradient_bits(self.model, self.layout, self.gradient_bits)
         quantization = self.engine_fp8_layers, cfg.nemo_fp8rl.format, cfg.nemo_fp8rl.scale_format
         self.global_scales = GlobalScales(self.layout, self.model, *quantization)
         self.global_scales.choose()
@@ -190,6 +192,7 @@ class MegatronWorker:
             return loss(logprobs, part, totals, unfiltered)
 
         with megatron_on_cpu():
+            self.gradient_bits.start_step(self.optimizer_steps)
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
             metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
@@ -198,6 +201,7 @@ class MegatronWorker:
             if schedules:  # before the update, so that the first step of a warm-up already moves weights
                 self.scheduler.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
+            self.optimizer_steps += 1
             raises = self.global_scales.update()
             if self.kv_cache is not None:
                 self.kv_cache.is_current = False
@@ -383,30 +387,10 @@ class MegatronWorker:
             if self.kv_cache is not None:
                 self.kv_cache.load(Path(folder))
             load_optimizer(Path(folder) / "optimizer", self.layout, self.model, self.optimizer, self.scheduler)
+            self.optimizer_steps = int(count_adam_steps(self.optimizer))
 
     def shutdown(self) -> None:
         """Release what `setup` made, so that another policy can be built in this process."""
         if "refit" in self.__dict__:
             self.refit.close()
         destroy_process_groups()
-
-
-def _check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
-    """Raise UserError, before anything is built, if the recipe asks for what a policy on a GPU cannot do."""
-    if choose_alignment(cfg.nemo_fp8rl) == "shared_ops":
-        check_shared_operations(hf, cfg)
-        if chooses_flash_attention_3(cfg):
-            flash_attention.check_machine()
-    if hf.family.experts or cfg.nemo_fp8rl.quantizes_training:
-        te = transformer_engine_linears(cfg.nemo_fp8rl.scale_format if cfg.nemo_fp8rl.quantizes_training else None)
-        allgather = hf.family.experts and moe_dispatcher(cfg.policy.megatron_cfg) == "allgather"
-        if allgather and (why_not := te.why_no_allgather()):
-            raise UserError(
-                f"{why_not} where experts are on one rank: install 2.15 or later, or set "
-                "policy.megatron_cfg.expert_model_parallel_size=2 or more"
-            )
-    if hf.family.experts and cfg.policy.precision == "float32":
-        raise UserError(
-            "policy.precision=float32: on a GPU experts are Transformer Engine's, which multiplies float32 in TF32; "
-            "set policy.precision=bfloat16"
-        )

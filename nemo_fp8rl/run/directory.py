@@ -288,6 +288,7 @@ def _choices(cfg: Config) -> dict[str, str]:
         "trainer": quantized if choice.quantizes_training else cfg.policy.precision,
         "engine": quantized if choice.quantizes_rollout else cfg.policy.precision,
         "scales": choice.scale_format,
+        **({"backward": choice.describe_backward()} if choice.quantizes_training else {}),
         "kv cache": _kv_cache(cfg),
         "correction": str(resolve_correction(cfg.loss_fn, choice.correction)),
         "threads": str(torch.get_num_threads()),

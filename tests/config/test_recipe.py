@@ -485,11 +485,54 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["nemo_fp8rl.scale_format=fp32", "nemo_fp8rl.flow=mxfp8_e2e"],
         ),
         (["policy.megatron_cfg.scheduler.lr_warmup_init=1"], ["policy.megatron_cfg.scheduler.lr_warmup_init"]),
+        (["nemo_fp8rl.fp8_param=true", "nemo_fp8rl.flow=mxfp8_e2e"], ["nemo_fp8rl.fp8_param", "flow=mxfp8_e2e"]),
+        (["nemo_fp8rl.backward=native", "nemo_fp8rl.flow=nvfp4_rollout"], ["nemo_fp8rl.backward=native", "_e2e"]),
+        (
+            ["nemo_fp8rl.backward=native", "nemo_fp8rl.flow=nvfp4_a16_e2e"],
+            ["nemo_fp8rl.backward=native", "flow=nvfp4_a16_e2e", "set it to auto, dequantized or high_precision"],
+        ),
+        (
+            ["nemo_fp8rl.fp4.estimator=differentiable", "nemo_fp8rl.flow=mxfp8_e2e"],
+            ["nemo_fp8rl.fp4.estimator", "straight_through, or flow=nvfp4_e2e"],
+        ),
+        (
+            ["nemo_fp8rl.fp4.clamp_quantile=0.99", "nemo_fp8rl.flow=nvfp4_a16_e2e"],
+            ["nemo_fp8rl.fp4.clamp_quantile=0.99", "null, or flow=nvfp4_e2e"],
+        ),
+        (
+            [
+                "nemo_fp8rl.fp4.clamp_quantile=0.99",
+                "nemo_fp8rl.flow=nvfp4_e2e",
+                "cluster.backend=ray",
+                "policy.generation.vllm_cfg.tensor_parallel_size=2",
+            ],
+            ["nemo_fp8rl.fp4.clamp_quantile=0.99", "policy.megatron_cfg.tensor_model_parallel_size=1", "one size"],
+        ),
+        (["nemo_fp8rl.fp4.clamp_quantile=0.3"], ["nemo_fp8rl.fp4.clamp_quantile=0.3"]),
     ],
 )
 def test_values_that_contradict_each_other_are_named(refusal, overrides, keys):
     said = refusal(MINIMAL, *overrides)
     assert [key for key in keys if key not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backward"),
+    [
+        (["flow=fp8_e2e"], "native"),
+        (["flow=mxfp8_e2e"], "native"),
+        (["flow=nvfp4_e2e"], "dequantized"),
+        (["flow=nvfp4_a16_e2e", "fp4.estimator=differentiable"], "dequantized, differentiable estimator"),
+        (["flow=nvfp4_e2e", "backward=native"], "native, Hadamard transform, stochastic rounding"),
+        (["flow=nvfp4_e2e", "backward=native", "fp4.hadamard=false"], "native, stochastic rounding"),
+        (
+            ["flow=nvfp4_e2e", "backward=high_precision", "fp4.clamp_quantile=0.99"],
+            "high precision, activations clamped at quantile 0.99",
+        ),
+    ],
+)
+def test_the_backward_that_a_run_records_is_the_resolved_one(recipe, overrides, backward):
+    assert recipe(MINIMAL, *(f"nemo_fp8rl.{key}" for key in overrides)).nemo_fp8rl.describe_backward() == backward
 
 
 def test_float32_is_allowed_in_the_bf16_flow(recipe):

@@ -407,6 +407,13 @@ def test_a_cpu_has_one_attention_backend(recipe, backend, refused):
         engine_checks.check_machine(read_hf_config(cfg.policy.model_name), cfg)
 
 
+def test_engines_on_a_gpu_that_would_not_clamp_are_refused(recipe, monkeypatch):
+    cfg = recipe("nemo_fp8rl.flow=nvfp4_e2e", "nemo_fp8rl.fp4.clamp_quantile=0.99")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r"nemo_fp8rl\.fp4\.clamp_quantile=0\.99: .* set it to null"):
+        engine_checks.check_machine(read_hf_config(cfg.policy.model_name), cfg)
+
+
 def test_greedy_answers_to_one_prompt_are_alike(pair):
     """vLLM gives one, and refuses to be asked for more."""
     pair.refit()

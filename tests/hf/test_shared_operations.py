@@ -36,8 +36,9 @@ def test_equal_tensor_parallelism_and_whole_experts_are_aligned(load, family, ke
         ("qwen3", (*RANKS, TP2[1]), "set both to one size, or nemo_fp8rl.align=none"),
         ("qwen3_moe", (*RANKS, *TP2, ETP1), f"set {EP2}"),
         ("qwen3_moe", (*RANKS, *TP2, EP2), f"set {ETP1}"),
+        ("qwen3", ("nemo_fp8rl.flow=nvfp4_e2e",), "set nemo_fp8rl.align=none"),
     ],
-    ids=["unequal", "engine shares experts", "trainer shares experts"],
+    ids=["unequal", "engine shares experts", "trainer shares experts", "format"],
 )
 def test_what_is_not_aligned_is_refused_with_its_fix(load, family, keys, fix):
     with pytest.raises(UserError, match=r"^nemo_fp8rl\.align=vllm: .* is not aligned on a GPU; set ") as refusal:

@@ -236,6 +236,18 @@ def test_a_run_of_before_there_was_a_key_goes_on_as_it_was(recipe):
         RunDirectory(recipe("policy.megatron_cfg.freeze_moe_router=true"), resume=True)
 
 
+def test_a_run_of_before_there_were_formats_goes_on_with_the_native_backward(recipe):
+    leave_run(recipe(), steps=3, checkpoint=3)
+    stored = Path(recipe().logger.log_dir) / "config.yaml"
+    tree = yaml.safe_load(stored.read_text())
+    for key in ("backward", "fp4", "weight_block"):
+        del tree["nemo_fp8rl"][key]
+    stored.write_text(yaml.safe_dump(tree))
+    assert RunDirectory(recipe(), resume=True).completed_steps == 3
+    with pytest.raises(UserError, match=r"nemo_fp8rl\.backward was auto and is now high_precision"):
+        RunDirectory(recipe("nemo_fp8rl.backward=high_precision"), resume=True)
+
+
 def test_a_run_resumes_although_its_recipe_has_a_key_that_was_removed(recipe):
     leave_run(recipe(), steps=3, checkpoint=3)
     stored = Path(recipe().logger.log_dir) / "config.yaml"

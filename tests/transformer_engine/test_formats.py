@@ -22,6 +22,12 @@ KINDS = ["0.02", "1", "1e-6", "underflow"]
 SOURCE = "TRANSFORMER_ENGINE_SRC"
 
 
+@pytest.fixture(scope="module")
+def reference():
+    """NVFP4QuantizerRef, which older releases have elsewhere."""
+    return pytest.importorskip("transformer_engine.pytorch.custom_recipes.reference_nvfp4").NVFP4QuantizerRef
+
+
 def values(kind: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return [128, 256] without -0.0, whose sign the reference drops."""
     if kind != "underflow":
@@ -40,11 +46,9 @@ def assert_equal(ours: BlockScaled, data: Tensor, scales: Tensor) -> None:
 @pytest.mark.parametrize("form", [NVFP4_LINES, NVFP4], ids=lambda form: form.name)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_nvfp4_with_fp32_globals_is_the_reference(form: Format, kind, dtype):
-    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
-
+def test_nvfp4_with_fp32_globals_is_the_reference(reference, form: Format, kind, dtype):
     x = values(kind, dtype)
-    quantizer = NVFP4QuantizerRef(dtype=None, rowwise=True, columnwise=True, quant_tile_shape=form.weight_block)
+    quantizer = reference(dtype=None, rowwise=True, columnwise=True, quant_tile_shape=form.weight_block)
     data, scales, columns, column_scales, amax, _ = quantizer._quantize(x)
     ours = quantize_blockwise(x, format=form, scale_format="fp32")
     assert_equal(ours, data, scales)
@@ -54,14 +58,12 @@ def test_nvfp4_with_fp32_globals_is_the_reference(form: Format, kind, dtype):
 
 @pytest.mark.parametrize("form", [NVFP4_LINES, NVFP4], ids=lambda form: form.name)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nvfp4_with_pow2_globals_is_the_reference_given_another_amax(form: Format, kind):
+def test_nvfp4_with_pow2_globals_is_the_reference_given_another_amax(reference, form: Format, kind):
     """With 2688 * 2^k for the amax, the reference's global scale is a power of two; it has no flush of small scales."""
-    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
-
     x = values(kind)
     encode = encode_scale(x.abs().amax(), "pow2")
     rows, columns = form.weight_block
-    data, scales = NVFP4QuantizerRef._quantize_blockwise_reference(
+    data, scales = reference._quantize_blockwise_reference(
         x, (E2M1_MAX * E4M3_MAX / encode).view(1), columns, rows, pow_2_scales=False, eps=0.0
     )
     assert_equal(quantize_blockwise(x, format=form, scale_format="fp32", encode=encode), data, scales)
@@ -72,11 +74,9 @@ def test_nvfp4_with_pow2_globals_is_the_reference_given_another_amax(form: Forma
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nvfp4_with_a_global_for_each_row_is_the_row_scaled_reference(kind):
-    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
-
+def test_nvfp4_with_a_global_for_each_row_is_the_row_scaled_reference(reference, kind):
     x = values(kind)
-    quantizer = NVFP4QuantizerRef(dtype=None, columnwise=False, quant_tile_shape=(1, 16), row_scaled_nvfp4=True)
+    quantizer = reference(dtype=None, columnwise=False, quant_tile_shape=(1, 16), row_scaled_nvfp4=True)
     data, scales, *_, amax, _ = quantizer._quantize(x)
     encode = encode_scale(x.abs().amax(1), "fp32")
     ours = quantize_blockwise(x[:, None], format=NVFP4_LINES, scale_format="fp32", encode=encode)

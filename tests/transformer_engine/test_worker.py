@@ -221,6 +221,33 @@ def test_float32_scales_are_refused_on_blackwell(recipe, tmp_path: Path, monkeyp
         pass
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("flow", ["mxfp8_e2e", "nvfp4_e2e", "nvfp4_a16_e2e"])
+def test_other_formats_are_emulated_on_a_gpu_as_well(recipe, tmp_path: Path, flow, family):
+    from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
+
+    write_model(tmp_path / "model", seed=3, family=family)
+    cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", f"nemo_fp8rl.flow={flow}")
+    with rank(cfg, gpu=False) as worker:
+        expected = step(worker, 0)
+    with rank(cfg, gpu=True) as worker:
+        assert QuantizedMatmul.kernel_name in worker.describe().kernels
+        assert not [name for name in worker.describe().kernels if name.startswith("Transformer Engine")]
+        metrics = step(worker, 0)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
+
+
+def test_transformer_engines_backward_is_the_native_one(recipe, tmp_path: Path):
+    write_model(tmp_path / "model", seed=3)
+    keys = ("nemo_fp8rl.align=none", "nemo_fp8rl.backward=dequantized")
+    with (
+        pytest.raises(UserError, match=r"nemo_fp8rl\.backward=dequantized: .* set it to auto"),
+        rank(recipe(f"policy.model_name={tmp_path}/model", *keys), gpu=True),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("value", ["high_precision", "dequantized", ""])
 def test_a_backward_outside_of_fp8_is_refused(recipe, tmp_path: Path, monkeypatch, value):
     from nemo_fp8rl.policy.layers import te_linears

@@ -55,7 +55,9 @@ class NemoFp8RlConfig(Fp8Config):
         if is_for_modelopt:  # what follows reads a config of FP8
             config = config | {"quant_method": cls.get_name(), "activation_scheme": "dynamic"}
         method = cast(NemoFp8RlConfig, super().from_config(config))
-        method.recipe = LinearRecipe(FORMATS[config.get("format", "fp8")], config["scale_format"])
+        method.recipe = LinearRecipe(
+            FORMATS[config.get("format", "fp8")], config["scale_format"], clamp_quantile=config.get("clamp_quantile")
+        )
         method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
         method.has_input_scales = (
             is_for_modelopt and method.recipe.format.has_global and bool(method.recipe.format.token_block)

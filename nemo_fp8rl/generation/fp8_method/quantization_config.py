@@ -12,12 +12,14 @@ def quantization_config(
     is_aligned: bool = False,
     uses_flash_attention_3: bool = False,
     format: Format = FP8,
+    clamp_quantile: float | None = None,
 ) -> dict[str, object]:
     """Return the block for a model that our method serves, in HF's form.
 
     is_aligned:              the engine computes by the operations that it shares with the trainer; no layer need be
                              FP8 then
     uses_flash_attention_3:  attention of an aligned engine is FlashAttention 3 with one split
+    clamp_quantile:          see `LinearRecipe`
     """
     flags = {"is_aligned": is_aligned, "uses_flash_attention_3": uses_flash_attention_3}
     return {
@@ -28,6 +30,7 @@ def quantization_config(
         "format": format.name,
         "scale_format": scale_format,
         "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored_words)],
+        **({} if clamp_quantile is None else {"clamp_quantile": clamp_quantile}),
         **{name: True for name, is_set in flags.items() if is_set},
     }
 

@@ -18,7 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import LinearRecipe, quantized_linear
+from nemo_fp8rl.fp8.fp4_training.random_bits import GradientBits, LayerBits
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
+from nemo_fp8rl.policy.weights.hf_names import parameters_by_hf_name
+from nemo_fp8rl.policy.weights.layout import EXPERT, Layout
 
 
 class Fp8MatmulLayer:
@@ -62,11 +65,13 @@ class QuantizedMatmul(Fp8MatmulLayer, CustomMatmul):
     """The matmul of `fp8.linear`; it adds a bias to the rounded product, as the engine's linear does.
 
     weight_encode:  float32 [], the factor of the weight's global scale, in a format that has one (`GlobalScales`)
+    gradient_bits:  for a recipe that rounds gradients stochastically (`give_gradient_bits`)
     """
 
     kernel_name = "fp8.linear (emulated)"
     recipe: LinearRecipe
     weight_encode: Tensor | None
+    gradient_bits: LayerBits | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,8 +86,25 @@ class QuantizedMatmul(Fp8MatmulLayer, CustomMatmul):
         return self
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        output = quantized_linear(x, weight, self.recipe, out_dtype, self.weight_encode)
+        output = quantized_linear(x, weight, self.recipe, out_dtype, self.weight_encode, self.gradient_bits)
         return output if bias is None else output + bias
+
+
+def give_gradient_bits(model: torch.nn.Module, layout: Layout, trainer: GradientBits) -> None:
+    """Give random bits to the layers of a rank that round gradients stochastically.
+
+    Ranks with other tokens, and those that split the rows of a matrix and so have other columns of its output, draw
+    bits of their own. Ranks that split its columns have the same gradient of the output, and round it alike.
+    """
+    modules = dict(model.named_modules())
+    for hf_name, name in parameters_by_hf_name(layout, model).items():
+        layer = modules[name.rpartition(".")[0]]
+        if not (isinstance(layer, QuantizedMatmul) and layer.recipe.stochastic_rounding) or layer.gradient_bits:
+            continue
+        tokens = (layout.expert_data,) if EXPERT.search(hf_name) else (layout.data, layout.context)
+        split = (layout.sharing_axis(hf_name),) if isinstance(layer, ColumnParallelLinear) else ()
+        ranks = [axis.rank for axis in (*tokens, *split)]
+        layer.gradient_bits = LayerBits(trainer, " ".join([hf_name, *map(str, ranks)]))
 
 
 class FusedBiasMatmul(CustomMatmul):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import Format, Fp8Layers, ScaleFormat, encode_scale
-from nemo_fp8rl.policy.weights.hf_names import hf_views
+from nemo_fp8rl.policy.weights.hf_names import parameters_by_hf_name
 from nemo_fp8rl.policy.weights.layout import Layout
 
 HEADROOM = 4
@@ -74,16 +74,9 @@ class GlobalScales:
         self.matrices: dict[str, _Matrix] = {}
         if not (format.has_global and layers):
             return
-        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-        names, made = list(parameters), dict[str, _Matrix]()
-
-        def number(name: str) -> Tensor:
-            """Return the parameter's number in its shape, so that the number takes the weight's way to HF names."""
-            return torch.tensor(names.index(name)).expand(parameters[name].shape)
-
-        for hf_name, numbers in hf_views(layout, number):
+        modules, made = dict(model.named_modules()), dict[str, _Matrix]()
+        for hf_name, name in parameters_by_hf_name(layout, model).items():
             if layers.quantizes(hf_name) and hf_name.endswith(".weight"):
-                name = names[int(numbers.flatten()[0])]
                 layer = modules[name.removesuffix(".weight")]
                 encode = getattr(layer, "weight_encode", None)
                 encode = torch.ones((), dtype=torch.float32, device=layer.weight.device) if encode is None else encode

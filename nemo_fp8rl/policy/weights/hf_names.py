@@ -101,6 +101,18 @@ def hf_views(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
             yield HEAD, get(MEGATRON_HEAD)[:tokens]
 
 
+def parameters_by_hf_name(layout: Layout, model: torch.nn.Module) -> dict[str, str]:
+    """Return HF name -> the name of the rank's parameter that has the tensor; fused tensors have the same one."""
+    parameters = dict(model.named_parameters())
+    names = list(parameters)
+
+    def number(name: str) -> Tensor:
+        """Return the parameter's number in its shape, so that the number takes the weight's way to HF names."""
+        return torch.tensor(names.index(name)).expand(parameters[name].shape)
+
+    return {hf_name: names[int(numbers.flatten()[0])] for hf_name, numbers in hf_views(layout, number)}
+
+
 def _layer_prefixes(layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield (Megatron's prefix, HF's prefix) for every layer of the rank."""
     for local, i in enumerate(layout.layers):

@@ -42,7 +42,7 @@ def save_optimizer(
 ) -> Exception | None:
     """Write the state; all ranks call it together. Returns the error that kept this rank from writing."""
     writer = PartWriter(folder, f"rank_{rank}", FILE_BYTES)
-    adam_steps = _count_adam_steps(optimizer)
+    adam_steps = count_adam_steps(optimizer)
     try:
         folder.mkdir(exist_ok=True)
         if rank == 0:
@@ -151,7 +151,7 @@ def _replica_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
     return parallel_state.get_expert_data_parallel_group()
 
 
-def _count_adam_steps(optimizer: Any) -> float:
+def count_adam_steps(optimizer: Any) -> float:
     """Return the steps that Adam has taken on all ranks; a rank without any state has no count."""
     counts = set(_adam_step_counts(optimizer))
     assert len(counts) <= 1, f"parameters have taken different numbers of steps: {counts}"

@@ -39,7 +39,10 @@ def test_a_recipe_of_nemo_rls_says_its_nodes():
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ("qwen3-8b-bf16", "env.math.math_verify_impl=dapo_math_verify: math-verify's own rules decide"),
+        (
+            "qwen3-8b-bf16",
+            "env.math.math_verify_impl=dapo_math_verify: in `nemo-fp8rl train` rewards follow math-verify's own rules",
+        ),
         ("llama3.1-8b-instruct-bf16", "data.train: `nemo-fp8rl train` reads"),
     ],
 )

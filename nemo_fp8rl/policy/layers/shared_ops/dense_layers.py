@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise
+from nemo_fp8rl.fp8.fp4_training.random_bits import LayerBits
 from nemo_fp8rl.fp8.linear import LinearRecipe, QuantizedLinear
 from nemo_fp8rl.ops.activation import silu_mul
 from nemo_fp8rl.ops.matmul import fp8_linear, linear
@@ -57,12 +58,12 @@ class SharedFp8Matmul(Fp8MatmulLayer, CustomMatmul):
     scale_format: ScaleFormat
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        output = SharedFp8Linear.apply(x, weight, LinearRecipe(scale_format=self.scale_format), None, None)
+        output = SharedFp8Linear.apply(x, weight, LinearRecipe(scale_format=self.scale_format))
         return output if bias is None else output + bias
 
 
 class SharedFp8Linear(QuantizedLinear):
-    """`QuantizedLinear` with the forward of `ops.matmul`: apply(x [..., K], w [N, K], recipe, None, None), in FP8."""
+    """`QuantizedLinear` with the forward of `ops.matmul`: apply(x [..., K], w [N, K], recipe), in FP8."""
 
     @staticmethod
     def forward(
@@ -72,12 +73,13 @@ class SharedFp8Linear(QuantizedLinear):
         recipe: LinearRecipe,
         out_dtype: torch.dtype | None = None,
         encode: Tensor | None = None,
+        bits: LayerBits | None = None,
     ) -> Tensor:
         scale_format = recipe.scale_format
         quantized = quantize_blockwise(w, block=BLOCK, scale_format=scale_format)
         if any(ctx.needs_input_grad):
             dequantized = quantized.dequantize(recipe.operand_dtype(x.dtype))
-            QuantizedLinear.keep_operands(ctx, x, w, dequantized, recipe)
+            QuantizedLinear.keep_operands(ctx, x, w, None, dequantized, recipe)
         return fp8_linear(x, quantized.data, quantized.scale_inv, scale_format == "pow2")
 
 
