@@ -48,6 +48,11 @@ class NemoFp8RlConfig(Fp8Config):
                 f"quantization {cls.get_name()}: the checkpoint's quantization_config lacks {' and '.join(missing)}, "
                 "so it was not written by `nemo-fp8rl export`; leave its quantization to vLLM"
             )
+        if (format := config.get("format", "fp8")) not in FORMATS:
+            raise ValueError(
+                f"quantization {cls.get_name()}: the checkpoint's quantization_config has the format {format!r}, which "
+                "this version of nemo_fp8rl does not know; install that which exported it"
+            )
         first, end, ignored = config["fp8_layers"]
         if first == end and cls is not SharedBf16Config:
             return SharedBf16Config.from_config(config)

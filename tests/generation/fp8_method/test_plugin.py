@@ -157,5 +157,8 @@ def test_a_checkpoint_of_somebody_else_is_refused(method):
     foreign = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     with pytest.raises(ValueError, match="lacks fp8_layers and scale_format, so it was not written by"):
         method.from_config(foreign)
+    later = quantization_config("pow2", Fp8Layers(1, 3)) | {"format": "nvfp3"}
+    with pytest.raises(ValueError, match="has the format 'nvfp3', which this version of nemo_fp8rl does not know"):
+        method.from_config(later)
     with pytest.raises(ValueError, match=r"config\.json has no quantization_config"):
         method()
