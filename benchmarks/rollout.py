@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.commands.export.convert import export
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import can_vllm_read_fp8_cache
 from nemo_fp8rl.generation.vllm_compat import survive_scan_of_llvmlite

@@ -181,7 +181,7 @@ def _sft(arguments: argparse.Namespace) -> bool:
 
 
 def _export(arguments: argparse.Namespace) -> bool:
-    from nemo_fp8rl.commands.export import export
+    from nemo_fp8rl.commands.export.convert import export
 
     return export(
         arguments.checkpoint,
@@ -190,6 +190,8 @@ def _export(arguments: argparse.Namespace) -> bool:
         arguments.num_first_layers_in_bf16,
         arguments.num_last_layers_in_bf16,
         arguments.quantization_ignored_layer_kws,
+        arguments.format,
+        arguments.weight_block,
     )
 
 

@@ -36,6 +36,7 @@ ARGUMENTS = {
 ON_ONE_GPU = {
     "align": ["--dry-run", "--json", "{}/figures.json"],
     "bits": ["--dry-run", "--json", "{}/figures.json"],
+    "formats": ["--dry-run", "--json", "{}/figures.json"],
     "nemo_rl": ["--dry-run", "--json", "{}/figures.json"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
 }
@@ -123,6 +124,9 @@ def test_a_script_for_one_gpu_runs(name, tmp_path):
         formulas = [row for (section, _), row in rows.items() if section == "operations" and "formula" in row]
         assert len(formulas) > 10
         assert all(row["formula"] == row["row_alone"] == 1 for row in formulas)
+    if name == "formats":
+        assert {section for section, _ in rows} == {"linear", "refit", "rollout"}
+        assert all(row["equal"] > 0.99 for (section, _), row in rows.items() if section == "linear")
     if name == "nemo_rl":
         carriers = {case: row["carrier"].partition(":")[0].partition(" (")[0] for (_, case), row in rows.items()}
         assert carriers == {

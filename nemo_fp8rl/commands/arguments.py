@@ -207,15 +207,18 @@ def _add_models(commands: Commands) -> None:
     export = _add(
         commands,
         "export",
-        "write an FP8 checkpoint that plain vLLM serves",
+        "write an FP8, MXFP8 or NVFP4 checkpoint that plain vLLM serves",
         "--checkpoint runs/a/checkpoints/step_100/policy/weights --output a-fp8 # then: vllm serve a-fp8",
     )
+    export.description = "An option left out follows the run whose checkpoint it is; outside a run it is the default."
     export.add_argument("--checkpoint", type=path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint")
-    export.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the FP8 checkpoint")
-    export.add_argument("--scale-format", default="pow2", help="pow2 (the default) or fp32; give the format of the run")
-    export.add_argument("--num-first-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
-    export.add_argument("--num-last-layers-in-bf16", type=int, default=0, metavar="N", help="default 0")
-    export.add_argument("--quantization-ignored-layer-kws", nargs="*", default=[], metavar="WORD", help="default none")
+    export.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the new checkpoint")
+    export.add_argument("--format", help="fp8 (the default), mxfp8, nvfp4 or nvfp4_a16")
+    export.add_argument("--scale-format", help="pow2 (the default) or fp32")
+    export.add_argument("--weight-block", help="of mxfp8 and nvfp4: square (the default) or line")
+    export.add_argument("--num-first-layers-in-bf16", type=int, metavar="N", help="default 0")
+    export.add_argument("--num-last-layers-in-bf16", type=int, metavar="N", help="default 0")
+    export.add_argument("--quantization-ignored-layer-kws", nargs="*", metavar="WORD", help="default none")
 
 
 def _add_studies(commands: Commands) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         quantize_activations,
         quantize_blockwise,
         quantize_delta,
+        quantize_tokens_fp4,
     )
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "quantize_activations",
     "quantize_blockwise",
     "quantize_delta",
+    "quantize_tokens_fp4",
     "quantized_linear",
     "scale_name",
     "scale_shape",

@@ -111,6 +111,15 @@ def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int,
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
+def repeat_rows(scale_inv: Tensor, repeats: int, rows: int) -> Tensor:
+    """Return scales [..., rows, B] for blocks of fewer rows, from [..., ceil(rows / repeats), B]; a copy.
+
+    repeats: the old number of rows of a block over the new one
+    """
+    number = torch.uint8 if scale_inv.itemsize == 1 else torch.int32  # torch repeats no E4M3 on some devices
+    return scale_inv.view(number).repeat_interleave(repeats, -2)[..., :rows, :].contiguous().view(scale_inv.dtype)
+
+
 def check_scale_format(name: str) -> None:
     """Raise ValueError unless `name` is a ScaleFormat: a typing error must not silently choose the other format."""
     if name not in SCALE_FORMATS:

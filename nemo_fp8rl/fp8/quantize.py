@@ -29,7 +29,7 @@ from nemo_fp8rl.fp8.block_scaled import (
     scale_shape,
 )
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.formats import FP8, Format
+from nemo_fp8rl.fp8.formats import FP8, NVFP4, Format
 from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat, ScaleRule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -132,6 +132,22 @@ def quantize_activations(x: Tensor, scale_format: ScaleFormat = "pow2", scale_in
         scale_inv = torch.empty(scale_shape(x.shape, ALONG_LAST), dtype=torch.float32, device=x.device)
     kernels.load("auto", x.device.type).quantize(x[None], ALONG_LAST, scale_format, data[None], scale_inv[None])
     return BlockScaled(data, scale_inv, ALONG_LAST)
+
+
+@torch.no_grad()
+def quantize_tokens_fp4(x: Tensor, scale_format: ScaleFormat = "pow2") -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize x [M, K] to E2M1 in blocks of 1x16 with a global scale for each row, as `fake_quantize_tokens` does.
+
+    It does not search for values that are not finite. Returns packed data, uint8 [M, K/2], scales, E4M3 [M, K/16], and
+    the factors `encode` of the rows, float32 [M].
+    """
+    block = NVFP4.line_block
+    _check_input(x, block, scale_format)
+    out = empty_block_scaled((1, *x.shape), NVFP4, block, x.device)
+    encode = encode_scale(x.abs().amax(1), scale_format)
+    kernel = kernels.load_fp4("auto", x.device.type)
+    kernel.quantize_fp4(x.unsqueeze(0), block, encode.unsqueeze(0), False, out.data, out.scale_inv)
+    return out.data[0], out.scale_inv[0], encode
 
 
 def fake_quantize(

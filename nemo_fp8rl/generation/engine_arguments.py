@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.fp8 import FP8
 from nemo_fp8rl.fp8.gpu_support import HOPPER
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.engine_checks import one_sequence_gib
@@ -33,6 +35,11 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     eager, backend = vllm_cfg.enforce_eager, vllm_cfg.attention_backend and vllm_cfg.attention_backend.upper()
     fp8_layers, is_aligned = engine_fp8_layers(hf, cfg), choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
     uses_flash_attention_3 = is_aligned and chooses_flash_attention_3(cfg)
+    if is_aligned and fp8_layers and cfg.nemo_fp8rl.format != FP8:
+        raise UserError(
+            f"nemo_fp8rl.align=vllm has no operations of nemo_fp8rl.flow={cfg.nemo_fp8rl.flow} on a GPU; set "
+            "nemo_fp8rl.align=none, or a flow of fp8"
+        )
     if is_aligned:
         backend = "CUSTOM" if torch.cuda.is_available() else None  # as generation/fp8_method/shared_ops registers it
     if eager is None:

@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import nemo_fp8rl.commands.export
+import nemo_fp8rl.commands.export.convert
 from nemo_fp8rl.cli import main
-from nemo_fp8rl.commands.export import export, served_modules
+from nemo_fp8rl.commands.export.convert import export, served_modules
 from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 from nemo_fp8rl.common.atomic_files import LOCK
 from nemo_fp8rl.fp8 import Fp8Layers
@@ -163,7 +163,7 @@ def test_vllms_own_config_finds_exactly_our_fp8_layers(family, tmp_path):
 def test_a_mixture_of_many_files_holds_the_same_tensors(tmp_path, monkeypatch):
     make_tiny(tmp_path / "tiny", "add", 0, "qwen3_moe")
     export(tmp_path / "tiny" / "model", tmp_path / "one")
-    monkeypatch.setattr(nemo_fp8rl.commands.export, "ShardWriter", partial(ShardWriter, file_bytes=300_000))
+    monkeypatch.setattr(nemo_fp8rl.commands.export.convert, "ShardWriter", partial(ShardWriter, file_bytes=300_000))
     export(tmp_path / "tiny" / "model", tmp_path / "many")
     assert are_same(read_tensors(tmp_path / "many"), read_tensors(tmp_path / "one"))
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
@@ -217,7 +217,10 @@ def test_tensors_that_cannot_be_exported_are_named(modified_copy, refused_messag
     ("keys", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "is already quantized; give the bfloat16 checkpoint"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "(quant_method fp8); give the bfloat16 checkpoint",
+        ),
         ({"intermediate_size": 500}, "intermediate_size=500 is not a multiple of 128"),
         ({"head_dim": 96}, "num_key_value_heads * head_dim=192 is not a multiple of 128"),
         ({"head_dim": 96}, "keep that in bfloat16 by --quantization-ignored-layer-kws q_proj, or"),
@@ -279,7 +282,7 @@ def test_ctrl_c_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nemo_fp8rl.commands.export, "to_checkpoint_form", interrupt)
+    monkeypatch.setattr(nemo_fp8rl.commands.export.convert, "to_checkpoint_form", interrupt)
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "fp8")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -287,7 +290,7 @@ def test_ctrl_c_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
 
 KILLED_EXPORT = """
 import os, signal, sys
-import nemo_fp8rl.commands.export as export
+import nemo_fp8rl.commands.export.convert as export
 to_checkpoint_form = export.to_checkpoint_form
 def kill_at_layer_1(name, *args):
     if name.startswith("model.layers.1"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.commands.export.convert import export
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from tests.conftest import RECIPES, SMALL
@@ -37,6 +37,10 @@ CASES = {
     ),
     "bf16": ("qwen3", "nemo_fp8rl.flow=bf16", "nemo_fp8rl.refit.mode=delta"),
     "bf16 experts": ("qwen3_moe", "nemo_fp8rl.flow=bf16"),
+    "NVFP4, W4A16": ("qwen3", "nemo_fp8rl.flow=nvfp4_a16_e2e"),
+    "NVFP4, W4A16, deltas": ("qwen3", "nemo_fp8rl.flow=nvfp4_a16_e2e", "nemo_fp8rl.refit.mode=delta"),
+    "NVFP4": ("qwen3", "nemo_fp8rl.flow=nvfp4_e2e"),
+    "MXFP8": ("qwen3", "nemo_fp8rl.flow=mxfp8_e2e"),
     "routes": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e", "policy.router_replay.enabled=true"),
     "sleep": ("qwen3", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.kv_cache_dtype=fp8", f"{VLLM}.sleep_level=1"),
     "experts asleep": ("qwen3_moe", "nemo_fp8rl.flow=fp8_e2e", f"{VLLM}.sleep_level=1"),
@@ -99,11 +103,11 @@ def test_the_trainer_and_the_engine_agree(pair, record_property):
 
 def test_plain_vllm_serves_the_trainers_exported_weights_as_the_engine_does(pair, request, tmp_path):
     """Its FP8 method has other kernels than ours, so its numbers are near the engine's and no more."""
-    if request.node.callspec.id not in ("dense", "experts"):
-        pytest.skip("two engines will do")
+    if request.node.callspec.id not in ("dense", "experts", "NVFP4, W4A16"):
+        pytest.skip("few engines will do")
     pair.refit()
     pair.worker.save(tmp_path / "saved")
-    assert export(tmp_path / "saved" / "weights", tmp_path / "fp8")
+    assert export(tmp_path / "saved" / "weights", tmp_path / "fp8", format=pair.cfg.nemo_fp8rl.format.name)
     served = plain_vllm(tmp_path / "fp8", [prompt.token_ids for prompt in pair.prompts])
     for (token, logprob), (ours,) in zip(served, pair.generate(GREEDY), strict=True):
         assert token == ours.token_ids[0]

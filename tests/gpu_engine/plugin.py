@@ -82,4 +82,4 @@ def pytest_sessionstart() -> None:
 
     pages_on_cpu.register()
     TritonFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
-    quantization.methods_for_device = lambda: (NativeFp8LinearMethod, NativeFp8MoEMethod)
+    quantization.methods_for_device = lambda recipe: (NativeFp8LinearMethod, NativeFp8MoEMethod)

@@ -109,7 +109,7 @@ def test_a_linear_layer_is_the_emulated_one(scale_format):
     method = NativeFp8LinearMethod(LinearRecipe(scale_format=scale_format))
     method.kernel, method.rows = gpu_linear._kernel((384, 256), torch.bfloat16)
     y = method.apply(SimpleNamespace(weight=weight.data, weight_scale_inv=weight.scale_inv), x, bias)
-    expected = fprop(x, weight.dequantize(torch.float32), scale_format) + bias
+    expected = fprop(x, weight.dequantize(torch.float32), method.recipe) + bias
     assert y.shape == (2, 3, 384)
     assert (y == expected).float().mean() > 0.99
     torch.testing.assert_close(y, expected)

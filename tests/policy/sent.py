@@ -8,8 +8,8 @@ from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 def sent_tensors(worker: MegatronWorker) -> dict[str, Tensor]:
     """Return the tensors that a refit sends for the present weights of a single rank, by HF name."""
-    scale_format, layers = worker.cfg.nemo_fp8rl.scale_format, worker.engine_fp8_layers
+    choice, layers, encodes = worker.cfg.nemo_fp8rl, worker.engine_fp8_layers, worker.global_scales.encodes()
     sent: dict[str, Tensor] = {}
     for name, weight in worker.weights().for_checkpoint():
-        sent |= to_checkpoint_form(name, weight, layers, scale_format)
+        sent |= to_checkpoint_form(name, weight, layers, choice.scale_format, choice.format, encodes.get(name))
     return sent | dict(worker.kv_cache.scales.named_tensors() if worker.kv_cache is not None else ())

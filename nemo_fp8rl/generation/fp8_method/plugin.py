@@ -8,6 +8,8 @@ not loaded by then, until a model uses `nemo_fp8rl`: a small class is registered
 from typing import Any
 
 QUANTIZATION = "nemo_fp8rl"
+MODELOPT = "modelopt"
+"""The method of vLLM that reads exported MXFP8 and NVFP4."""
 
 
 def register() -> None:
@@ -41,8 +43,8 @@ def register() -> None:
         def override_quantization_method(
             cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
         ) -> str | None:
-            """Take an FP8 checkpoint where the user names our method; otherwise vLLM's own method takes it."""
-            is_ours = user_quant == QUANTIZATION and hf_quant_cfg.get("quant_method") == "fp8"
+            """Take an exported checkpoint where the user names our method; otherwise vLLM's own method takes it."""
+            is_ours = user_quant == QUANTIZATION and hf_quant_cfg.get("quant_method") in ("fp8", MODELOPT)
             return QUANTIZATION if is_ours else None
 
         @staticmethod

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from nemo_fp8rl.fp8 import FORMATS, Fp8Layers, LinearRecipe
-from nemo_fp8rl.fp8.kernels import load, load_emulation
+from nemo_fp8rl.fp8.kernels import load_emulation
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedLinearMethod, QuantizedMoEMethod
 
@@ -29,6 +29,8 @@ class NemoFp8RlConfig(Fp8Config):
     is_aligned: bool = False
     """True where the engine computes by the operations that it shares with the trainer (`shared_ops`)."""
     uses_flash_attention_3: bool = False
+    has_input_scales: bool = False
+    """True where the checkpoint has static scales of activations, for vLLM's own method."""
     fp8_layers: Fp8Layers
 
     @classmethod
@@ -46,14 +48,25 @@ class NemoFp8RlConfig(Fp8Config):
                 f"quantization {cls.get_name()}: the checkpoint's quantization_config lacks {' and '.join(missing)}, "
                 "so it was not written by `nemo-fp8rl export`; leave its quantization to vLLM"
             )
+        if (format := config.get("format", "fp8")) not in FORMATS:
+            raise ValueError(
+                f"quantization {cls.get_name()}: the checkpoint's quantization_config has the format {format!r}, which "
+                "this version of nemo_fp8rl does not know; install that which exported it"
+            )
         first, end, ignored = config["fp8_layers"]
         if first == end and cls is not SharedBf16Config:
             return SharedBf16Config.from_config(config)
+        is_for_modelopt = "quant_algo" in config
+        if is_for_modelopt:  # what follows reads a config of FP8
+            config = config | {"quant_method": cls.get_name(), "activation_scheme": "dynamic"}
         method = cast(NemoFp8RlConfig, super().from_config(config))
         method.recipe = LinearRecipe(
             FORMATS[config.get("format", "fp8")], config["scale_format"], clamp_quantile=config.get("clamp_quantile")
         )
         method.fp8_layers = Fp8Layers(first, end, tuple(ignored))
+        method.has_input_scales = (
+            is_for_modelopt and method.recipe.format.has_global and bool(method.recipe.format.token_block)
+        )
         method.is_aligned = config.get("is_aligned", False)
         method.uses_flash_attention_3 = config.get("uses_flash_attention_3", False)
         if method.is_aligned:
@@ -64,16 +77,18 @@ class NemoFp8RlConfig(Fp8Config):
         return method
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        linear, experts = methods_for_device()
+        linear, experts = methods_for_device(self.recipe)
         if self.is_aligned and (shared := self._shared_method(layer, prefix)):
             return shared
         if isinstance(layer, RoutedExperts) and self.fp8_layers.quantizes(prefix):
-            return experts(layer.moe_config, self.recipe)
+            return experts(layer.moe_config, self.recipe, self.has_input_scales)
         if isinstance(layer, Attention) and not self._has_refits:
             return Fp8KVCacheMethod(self)  # takes the scales of an FP8 cache from the checkpoint, or warns
         if not isinstance(layer, LinearBase):
             return None
-        return linear(self.recipe) if self.fp8_layers.quantizes(prefix) else UnquantizedLinearMethod()
+        if self.fp8_layers.quantizes(prefix):
+            return linear(self.recipe, self.has_input_scales)
+        return UnquantizedLinearMethod()
 
     def _shared_method(self, layer: Any, prefix: str) -> Any:
         """Return the method of an aligned engine for a layer that multiplies; None for attention."""
@@ -116,7 +131,7 @@ def _register_shared_operations() -> None:
     register_shared_operations()
 
 
-def methods_for_device() -> tuple[type[QuantizedLinearMethod], type[QuantizedMoEMethod]]:
+def methods_for_device(recipe: LinearRecipe) -> tuple[type[QuantizedLinearMethod], type[QuantizedMoEMethod]]:
     """Return the methods of linear layers and of experts for this device. Raises ValueError where there are none.
 
     The quantizer is chosen and imported here, where vLLM builds the model, not when it traces or captures a forward.
@@ -129,8 +144,6 @@ def methods_for_device() -> tuple[type[QuantizedLinearMethod], type[QuantizedMoE
         return EmulatedLinearMethod, EmulatedMoEMethod
     if not current_platform.is_cuda():
         raise ValueError(f"quantization {NemoFp8RlConfig.get_name()} runs on CPUs and on NVIDIA's GPUs")
-    load("auto", "cuda")
-    from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
-    from nemo_fp8rl.generation.fp8_method.gpu_linear import NativeFp8LinearMethod
+    from nemo_fp8rl.generation.fp8_method.gpu_formats.choice import gpu_methods
 
-    return NativeFp8LinearMethod, NativeFp8MoEMethod
+    return gpu_methods(recipe)

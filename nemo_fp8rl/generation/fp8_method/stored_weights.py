@@ -49,13 +49,15 @@ class QuantizedLinearMethod(LinearMethodBase):
     There is one row of scales for each row of blocks. A global scale is float32 [parts], one for each matrix that
     vLLM fuses. What a kernel reads in another form is derived from them.
 
-    kernel_name:  the name of the kernel that multiplies them
+    kernel_name:     the name of the kernel that multiplies them
+    has_input_scale: the checkpoint has a static scale of activations, which is loaded and not used
     """
 
     kernel_name: str
 
-    def __init__(self, recipe: LinearRecipe) -> None:
+    def __init__(self, recipe: LinearRecipe, has_input_scale: bool = False) -> None:
         self.recipe, self.format, self.scale_format = recipe, recipe.format, recipe.scale_format
+        self.has_input_scale = has_input_scale
 
     def create_weights(
         self,
@@ -78,9 +80,10 @@ class QuantizedLinearMethod(LinearMethodBase):
         scales = BlockQuantScaleParameter(data=stored.scale_inv, **dims)
         layer.register_parameter(self.format.scale_name("weight"), scales)
         if self.format.has_global:
-            of_parts = torch.ones(len(output_partition_sizes), dtype=torch.float32)
-            parameter = PerTensorScaleParameter(data=of_parts, weight_loader=loader)
-            layer.register_parameter(self.format.global_name("weight"), parameter)
+            names = (self.format.global_name("weight"), *(["input_scale"] if self.has_input_scale else []))
+            for name in names:
+                of_parts = torch.ones(len(output_partition_sizes), dtype=torch.float32)
+                layer.register_parameter(name, PerTensorScaleParameter(data=of_parts, weight_loader=loader))
         self.prepare(layer, params_dtype)
 
     def stored(self, layer: Any) -> BlockScaled:
@@ -153,9 +156,10 @@ class QuantizedMoEMethod(MoEMethod):
     A global scale is float32 [E, 2], of gate and up, or [E, 1].
     """
 
-    def __init__(self, moe: FusedMoEConfig, recipe: LinearRecipe) -> None:
+    def __init__(self, moe: FusedMoEConfig, recipe: LinearRecipe, has_input_scale: bool = False) -> None:
         super().__init__(moe)
         self.recipe, self.format, self.scale_format = recipe, recipe.format, recipe.scale_format
+        self.has_input_scale = has_input_scale
 
     def create_weights(
         self,
@@ -182,6 +186,8 @@ class QuantizedMoEMethod(MoEMethod):
             if self.format.has_global:
                 of_parts = torch.ones(num_experts, 2 if name == "w13" else 1, dtype=torch.float32)
                 tensors.append((self.format.global_name(weight), of_parts, _scale_kind("TENSOR")))
+                if self.has_input_scale:
+                    tensors.append((f"{name}_input_scale", torch.ones(num_experts), _scale_kind("TENSOR")))
             for leaf, data, more in tensors:
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(leaf, parameter)

@@ -32,6 +32,23 @@ FOLDER = "global_scales"
 logger = logging.getLogger(__name__)
 
 
+def headroom(scale_format: ScaleFormat) -> int:
+    """Return the binades between the largest value of a weight and what its global scale has room for."""
+    return HEADROOM if scale_format == "pow2" else 0
+
+
+def read_scales(checkpoint: Path) -> dict[str, float]:
+    """Return the factors of all ranks that saved, by HF name; empty if none did. Raises UserError."""
+    saved: dict[str, float] = {}
+    path = checkpoint / FOLDER
+    try:
+        for file in path.glob("rank_*.json"):
+            saved |= {str(name): float(encode) for name, encode in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); the checkpoint is not complete") from None
+    return saved
+
+
 @dataclass(frozen=True)
 class _Matrix:
     """A weight of Megatron's, which may be several of HF's.
@@ -68,9 +85,9 @@ class GlobalScales:
     @torch.no_grad()
     def choose(self) -> None:
         """Choose all scales for the present weights, together with the ranks that share them."""
-        headroom = HEADROOM if self.scale_format == "pow2" else 0
+        room = headroom(self.scale_format)
         for matrices, amax in self._largest():
-            for matrix, encode in zip(matrices, encode_scale(amax, self.scale_format, headroom), strict=True):
+            for matrix, encode in zip(matrices, encode_scale(amax, self.scale_format, room), strict=True):
                 matrix.encode.copy_(encode)
 
     @torch.no_grad()
@@ -118,13 +135,7 @@ class GlobalScales:
         """Read the scales of all ranks that saved. Raises UserError, as a resumed run needs those of its last step."""
         if not self.matrices:
             return
-        saved: dict[str, float] = {}
-        path = folder / FOLDER
-        try:
-            for file in path.glob("rank_*.json"):
-                saved |= {str(name): float(encode) for name, encode in json.loads(file.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read ({error}); the checkpoint is not complete") from None
+        saved, path = read_scales(folder), folder / FOLDER
         for name, encode in self.encodes().items():
             if not 0 < saved.get(name, 0.0) < math.inf:
                 raise UserError(

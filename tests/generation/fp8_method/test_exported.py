@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.commands.export.convert import export
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.fp8 import BLOCK, BlockScaled, fprop
+from nemo_fp8rl.fp8 import BLOCK, BlockScaled, LinearRecipe, fprop
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.core import SteppedCore
 from nemo_fp8rl.generation.engine import VllmEngine
@@ -30,13 +30,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {  # sizes,
     "qwen2": ({}, ["nemo_fp8rl.scale_format=fp32"], {"scale_format": "fp32"}),
     "qwen3_moe": ({}, [FIRST], {"num_first_layers_in_bf16": 1}),
 }
+METHODS = ("process_weights_after_loading", "apply", "multiply", "compute", "get_fused_moe_quant_config")
+"""What vLLM's own method of experts takes from ours, as its kernels do not run on a CPU."""
 
 
 class Exported:
     """A trainer, an engine refitted from it, and the trainer's checkpoint as `nemo-fp8rl export` writes it."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        sizes, overrides, arguments = CASES[family]
+    def __init__(self, family: str, folder: Path, case: tuple[dict[str, Any], list[str], dict[str, Any]]) -> None:
+        sizes, overrides, arguments = case
         make_tiny(folder / "tiny", "add", 0, family, **sizes)
         paths = (f"policy.model_name={folder}/tiny/model", f"data.train.data_path={folder}/tiny/data.jsonl")
         self.cfg = load(RECIPES / "tiny_cpu.yaml", [*paths, *SMALL, "nemo_fp8rl.flow=fp8_e2e", *overrides])
@@ -70,7 +72,7 @@ class Exported:
 
 @pytest.fixture(scope="module", params=CASES)
 def exported(request, tmp_path_factory) -> Iterator[Exported]:
-    exported = Exported(request.param, tmp_path_factory.mktemp(request.param))
+    exported = Exported(request.param, tmp_path_factory.mktemp(request.param), CASES[request.param])
     yield exported
     exported.pair.close()
 
@@ -85,6 +87,7 @@ def vllm_fp8_on_cpu(exported: Exported, monkeypatch) -> None:
 
     scale_format = exported.cfg.nemo_fp8rl.scale_format
     dtype = torch.bfloat16 if scale_format == "pow2" else torch.float32
+    recipe = LinearRecipe(scale_format=scale_format)
 
     class Kernel(Fp8BlockScaledMMLinearKernel):
         apply_input_quant = False
@@ -94,16 +97,16 @@ def vllm_fp8_on_cpu(exported: Exported, monkeypatch) -> None:
             return True, None
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
-            return fprop(A, BlockScaled(B, Bs, BLOCK).dequantize(dtype), scale_format)
+            return fprop(A, BlockScaled(B, Bs, BLOCK).dequantize(dtype), recipe)
 
     class Experts(EmulatedMoEMethod):
         def process_weights_after_loading(self, layer):
-            self.scale_format, layer.activations_dtype = scale_format, torch.bfloat16
+            self.recipe, self.format, layer.activations_dtype = recipe, recipe.format, torch.bfloat16
             EmulatedMoEMethod.process_weights_after_loading(self, layer)
 
     monkeypatch.setitem(kernels._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [Kernel])
     monkeypatch.setattr(Fp8MoEMethod, "is_monolithic", False)  # asked of its kernel, which a CPU has none of
-    for name in ("process_weights_after_loading", "apply", "multiply", "compute", "get_fused_moe_quant_config"):
+    for name in (*METHODS, "stored"):
         monkeypatch.setattr(Fp8MoEMethod, name, getattr(Experts, name), raising=False)
 
 
@@ -119,7 +122,7 @@ def test_exported_tensors_are_a_refits_to_the_byte(exported):
 def test_our_method_serves_it_as_a_refitted_engine(exported):
     engine = exported.engine(quantization="nemo_fp8rl")
     assert outputs(exported.pair.generate(GREEDY, engine)) == exported.expected
-    check_methods(engine, exported, "EmulatedFp8")
+    check_methods(engine, exported, "Emulated")
 
 
 @needs_vllms_fp8_cache

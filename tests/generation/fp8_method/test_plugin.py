@@ -126,6 +126,8 @@ def test_an_fp8_checkpoint_is_ours_only_where_the_user_says_so(method):
         ("fp8", QUANTIZATION, QUANTIZATION),
         ("fp8", None, None),
         ("fp8", "fp8", None),
+        ("modelopt", QUANTIZATION, QUANTIZATION),
+        ("modelopt", None, None),
         ("awq", QUANTIZATION, None),
         (QUANTIZATION, None, None),
     ):
@@ -148,12 +150,15 @@ def test_a_machine_without_fp8_kernels_is_refused(monkeypatch):
 
     monkeypatch.setattr(quantization, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False))
     with pytest.raises(ValueError, match="runs on CPUs and on NVIDIA's GPUs"):
-        quantization.methods_for_device()
+        quantization.methods_for_device(LinearRecipe())
 
 
 def test_a_checkpoint_of_somebody_else_is_refused(method):
     foreign = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     with pytest.raises(ValueError, match="lacks fp8_layers and scale_format, so it was not written by"):
         method.from_config(foreign)
+    later = quantization_config("pow2", Fp8Layers(1, 3)) | {"format": "nvfp3"}
+    with pytest.raises(ValueError, match="has the format 'nvfp3', which this version of nemo_fp8rl does not know"):
+        method.from_config(later)
     with pytest.raises(ValueError, match=r"config\.json has no quantization_config"):
         method()

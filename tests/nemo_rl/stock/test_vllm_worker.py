@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_fp8rl.commands.export import export
+from nemo_fp8rl.commands.export.convert import export
 from nemo_fp8rl.nemo_rl.recipe.checkout import find_checkout
 from tests.nemo_rl.runs import environment, needs_checkout
 from tests.nemo_rl.stock.fake_trainer import WEIGHT

@@ -23,8 +23,8 @@ class EmulatedMoEMethod(QuantizedMoEMethod):
 
     kernel_name = "fp8.fprop (emulated)"
 
-    def __init__(self, moe: FusedMoEConfig, recipe: LinearRecipe) -> None:
-        super().__init__(moe, recipe)
+    def __init__(self, moe: FusedMoEConfig, recipe: LinearRecipe, has_input_scale: bool = False) -> None:
+        super().__init__(moe, recipe, has_input_scale)
         self.capture: Callable[[Tensor], None] | None = None
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,96 @@
+"""What `nemo-fp8rl export` quantizes and how: as the options say, and else as the run did that made the checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import yaml
+
+from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.yaml_tree import file_errors, flatten
+from nemo_fp8rl.fp8 import FLOW_FORMATS, Format, ScaleFormat, with_lines
+
+FLOW, SCALE_FORMAT, WEIGHT_BLOCK = "nemo_fp8rl.flow", "nemo_fp8rl.scale_format", "nemo_fp8rl.weight_block"
+VLLM = "policy.generation.vllm_cfg"
+WEIGHT_BLOCKS = ("square", "line")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How an export quantizes.
+
+    first, last: numbers of layers that stay in bfloat16
+    recipe:      the recipe of the run that made the checkpoint, where it quantized; else None
+    """
+
+    format: Format
+    scale_format: ScaleFormat
+    first: int
+    last: int
+    ignored: tuple[str, ...]
+    recipe: Path | None
+
+
+def choose(
+    checkpoint: Path,
+    format: str | None = None,
+    scale_format: str | None = None,
+    weight_block: str | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    ignored: Sequence[str] | None = None,
+) -> Choices:
+    """Return the choices for a checkpoint; None stands for the run's choice, or for the default outside a run.
+
+    Raises: UserError if a choice does not exist, or if the recipe of the run cannot be read
+    """
+    recipe = _recipe_of(checkpoint)
+    recorded = _read(recipe) if recipe else {}
+    flow = str(recorded.get(FLOW, "bf16"))
+    if flow == "bf16":
+        recipe, recorded = None, {}
+    run_format = flow.removesuffix("_e2e").removesuffix("_rollout") if recipe else "fp8"
+    words = recorded.get(f"{VLLM}.quantization_ignored_layer_kws", ())
+    choices = {
+        "--format": (format or run_format, tuple(FLOW_FORMATS)),
+        "--scale-format": (scale_format or recorded.get(SCALE_FORMAT, "pow2"), get_args(ScaleFormat)),
+        "--weight-block": (weight_block or recorded.get(WEIGHT_BLOCK, "square"), WEIGHT_BLOCKS),
+    }
+    for option, (choice, possible) in choices.items():
+        if choice not in possible:
+            raise UserError(f"{option} {choice}: choose one of {', '.join(possible)}")
+    chosen = FLOW_FORMATS[choices["--format"][0]]
+    if choices["--weight-block"][0] == "line":
+        if not chosen.name.startswith(("mxfp8", "nvfp4")):
+            raise UserError(f"--weight-block line is of MXFP8 and NVFP4; vLLM reads {chosen.name} in blocks of 128x128")
+        chosen = with_lines(chosen)
+    return Choices(
+        chosen,
+        cast(ScaleFormat, choices["--scale-format"][0]),
+        recorded.get(f"{VLLM}.num_first_layers_in_bf16", 0) if first is None else first,
+        recorded.get(f"{VLLM}.num_last_layers_in_bf16", 0) if last is None else last,
+        tuple(words if ignored is None else ignored),
+        recipe,
+    )
+
+
+def _recipe_of(checkpoint: Path) -> Path | None:
+    """Return the recipe of the run whose checkpoint this is: RUN/checkpoints/step_N/policy/weights."""
+    folder = checkpoint.resolve()
+    parts = folder.parts[-4:]
+    if len(parts) < 4 or parts[0] != "checkpoints" or parts[2:] != ("policy", "weights"):
+        return None
+    path = folder.parents[3] / "config.yaml"
+    return path if path.is_file() else None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return a run's recipe by dotted key. Raises UserError."""
+    try:
+        return flatten(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except file_errors() as error:
+        raise UserError(
+            f"{path}, the recipe of the run, cannot be read ({' '.join(str(error).split())}); put it back, or copy the "
+            "weights elsewhere and give --format"
+        ) from None
