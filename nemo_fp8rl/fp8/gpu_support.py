@@ -3,9 +3,9 @@
 FP8 tensor cores come with Ada (8.9). Transformer Engine's blockwise recipe, which trains, needs Hopper (9.0):
 `check_fp8_block_scaling_support` in
 https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py
-Blackwell (10.0) multiplies MXFP8 and NVFP4. Before it, vLLM's Marlin kernels multiply 4-bit weights with bfloat16
-activations, which is nvfp4_a16, from Ampere (8.0) on. Marlin would do the same with MXFP8 weights, but then the engine
-would compute another function than the trainer, which quantizes activations. Trainers emulate these formats on any GPU.
+Blackwell (10.0) multiplies MXFP8 and NVFP4. Before it, from Ampere (8.0) on, vLLM's Marlin kernels multiply such weights
+with bfloat16 activations; our engine rounds these to the format's values first, so that it computes the trainer's
+function. Trainers emulate these formats on any GPU.
 """
 
 Capability = tuple[int, int]
@@ -21,11 +21,9 @@ CAPABILITIES: dict[str, Capability] = {
 """Compute capability by the name of the GPU, in lower case; Ray calls that name a node's accelerator type."""
 
 
-NEEDED = {"fp8": ADA, "mxfp8": BLACKWELL, "nvfp4": BLACKWELL, "nvfp4_a16": AMPERE}
+NEEDED = {"fp8": ADA, "mxfp8": AMPERE, "nvfp4": AMPERE, "nvfp4_a16": AMPERE}
 """The lowest compute capability at which an engine multiplies in a format, by the format's name in nemo_fp8rl.flow."""
 NAMES = {"fp8": "FP8", "mxfp8": "MXFP8", "nvfp4": "NVFP4 with 4-bit activations", "nvfp4_a16": "NVFP4"}
-OLDER = {"mxfp8": "fp8", "nvfp4": "nvfp4_a16"}
-"""Format -> the nearest one that runs on older GPUs."""
 
 
 def why_flow_unsupported(flow: str, gpu: str, capability: Capability, trains: bool) -> str:
@@ -46,12 +44,8 @@ def why_flow_unsupported(flow: str, gpu: str, capability: Capability, trains: bo
 
 def nearest_flow(flow: str, capability: Capability) -> str:
     """Return the flow that a GPU runs in the place of one that it cannot run."""
-    name, _, side = flow.rpartition("_")
-    older = OLDER.get(name, name)
-    for candidate in (f"{older}_{side}", f"{older}_rollout"):
-        if not why_flow_unsupported(candidate, "", capability, trains=True):
-            return candidate
-    return "bf16"
+    rollout = flow.rpartition("_")[0] + "_rollout"
+    return "bf16" if why_flow_unsupported(rollout, "", capability, trains=True) else rollout
 
 
 def _dotted(capability: Capability) -> str:

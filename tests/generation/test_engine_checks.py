@@ -17,10 +17,14 @@ TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)
     ("flow", "capability", "refused"),
     [
         ("mxfp8_e2e", BLACKWELL, ""),
-        ("mxfp8_e2e", HOPPER, r"flow=mxfp8_e2e: MXFP8 needs .* 10\.0 .* GPU has 9\.0; set nemo_fp8rl\.flow=fp8_e2e$"),
-        ("mxfp8_rollout", ADA, r"set nemo_fp8rl\.flow=fp8_rollout$"),
-        ("mxfp8_e2e", ADA, r"set nemo_fp8rl\.flow=fp8_rollout$"),
-        ("nvfp4_e2e", HOPPER, r"NVFP4 with 4-bit activations needs .*; set nemo_fp8rl\.flow=nvfp4_a16_e2e$"),
+        ("mxfp8_e2e", AMPERE, ""),
+        (
+            "mxfp8_e2e",
+            TURING,
+            r"flow=mxfp8_e2e: MXFP8 needs .* 8\.0 or higher, .* has 7\.5; set nemo_fp8rl\.flow=bf16$",
+        ),
+        ("nvfp4_e2e", HOPPER, ""),
+        ("nvfp4_e2e", TURING, r"NVFP4 with 4-bit activations needs .*; set nemo_fp8rl\.flow=bf16$"),
         ("nvfp4_a16_e2e", AMPERE, ""),
         ("nvfp4_a16_rollout", TURING, r"NVFP4 needs .* 8\.0 or higher, .* has 7\.5; set nemo_fp8rl\.flow=bf16$"),
         ("fp8_e2e", ADA, r"blockwise FP8 training needs .*; set nemo_fp8rl\.flow=fp8_rollout$"),

@@ -39,7 +39,7 @@ class NemoFp8RlConfig(Fp8Config):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 89  # FP8 tensor cores
+        return 80  # bfloat16, and Marlin's kernels; the kernels of FP8 need more, and say so
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "NemoFp8RlConfig":
@@ -54,8 +54,6 @@ class NemoFp8RlConfig(Fp8Config):
                 "this version of nemo_fp8rl does not know; install that which exported it"
             )
         first, end, ignored = config["fp8_layers"]
-        if first == end and cls is not SharedBf16Config:
-            return SharedBf16Config.from_config(config)
         is_for_modelopt = "quant_algo" in config
         if is_for_modelopt:  # what follows reads a config of FP8
             config = config | {"quant_method": cls.get_name(), "activation_scheme": "dynamic"}
@@ -115,14 +113,6 @@ class NemoFp8RlConfig(Fp8Config):
         """
         extension = get_current_vllm_config().parallel_config.worker_extension_cls
         return bool(extension) and hasattr(resolve_name(extension), "nemo_fp8rl_load")
-
-
-class SharedBf16Config(NemoFp8RlConfig):
-    """The config of an aligned model without an FP8 layer, which runs on GPUs without FP8 as well."""
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80  # bfloat16
 
 
 def _register_shared_operations() -> None:

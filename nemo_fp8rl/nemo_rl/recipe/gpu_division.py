@@ -7,7 +7,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Flow
 from nemo_fp8rl.fp8.gpu_support import Capability, nearest_flow, why_flow_unsupported
 from nemo_fp8rl.nemo_rl.recipe.keys import at
-from nemo_fp8rl.nemo_rl.recipe.precision import BF16_TRAINER, FP8_CFG, SPELLINGS, VLLM_CFG
+from nemo_fp8rl.nemo_rl.recipe.precision import BF16_TRAINER, FP8_CFG, VLLM_CFG
 
 
 class GpuCounts(NamedTuple):
@@ -111,9 +111,4 @@ def why_gpu_unsupported(flow: Flow, gpu: str, capability: Capability) -> str:
     if instead == "bf16":
         off = f"{VLLM_CFG}.precision=bfloat16 and {FP8_CFG}.enabled=false"
         return f"{refusal}: take a bfloat16 recipe" + (f", or set {off}" if name in ("fp8", "mxfp8") else "")
-    format = instead.rpartition("_")[0]
-    if format == name:
-        return f"{refusal}: set {BF16_TRAINER.get(name, f'{FP8_CFG}.enabled=false')}, which leaves FP8 to the engine"
-    _, trainer, engine = SPELLINGS[format]
-    trains = instead.endswith("_e2e")
-    return f"{refusal}: take {instead}, by {f'{trainer}, and {engine}' if trains else engine}"
+    return f"{refusal}: set {BF16_TRAINER.get(name, f'{FP8_CFG}.enabled=false')}, which leaves FP8 to the engine"
