@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.fp8 import Format, Fp8Layers, ScaleFormat, encode_scale
+from nemo_fp8rl.fp8 import Format, Fp8Layers, ScaleFormat, encode_scale, largest_magnitude
 from nemo_fp8rl.policy.weights.hf_names import hf_views
 from nemo_fp8rl.policy.weights.layout import Layout
 
@@ -48,7 +48,7 @@ class _Matrix:
 
     def amax(self) -> Tensor:
         """Return the largest magnitude, float32 [], of the weight of which ranks have parts; NaN if there is one."""
-        amax = self.layer.weight.detach().abs().amax().float()
+        amax = largest_magnitude(self.layer.weight).float()
         if self.layer.tp_group.size() > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.layer.tp_group)
         return amax
