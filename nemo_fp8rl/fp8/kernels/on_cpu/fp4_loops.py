@@ -83,10 +83,14 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, encode, flush
         if height > 1:
             repeat(scales, width, of_columns)
         for row in range(top, bottom):
-            prefetch(x.ctypes.data + (start + height * stride) * x.itemsize, columns * x.itemsize)
+            ahead = x.ctypes.data + (start + height * stride) * x.itemsize
             if height > 1:
-                convert_row(x[start : start + columns], of_columns, codes)
+                for k in range(0, columns, 512):
+                    stop = min(columns, k + 512)
+                    prefetch(ahead + k * x.itemsize, (stop - k) * x.itemsize)
+                    convert_row(x[start + k : start + stop], of_columns[k:stop], codes[k:stop])
             else:
+                prefetch(ahead, columns * x.itemsize)
                 convert_line(x[start : start + columns], scales, width, codes)
             pack(codes, out[matrix, row])
             start += stride
