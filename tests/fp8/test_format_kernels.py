@@ -178,6 +178,9 @@ def test_every_bfloat16_is_rounded_to_the_nearest_e2m1_under_scales_of_any_manti
         with np.errstate(over="ignore"):
             products = (exact * scales[0].astype(np.float64)).astype(np.float32).astype(np.float64)
         np.testing.assert_array_equal(codes, nearest_codes(products))
+        packed = np.empty(len(bits) // 2, np.uint8)
+        fp4_loops.convert_pairs(bits, scales[::2].copy(), packed)
+        np.testing.assert_array_equal(packed, codes[::2] | codes[1::2] << 4)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

@@ -107,3 +107,26 @@ def e2m1_value(value):
     exponent = max(u32(v.view(u32) & u32(0x7F800000)), u32(127 << 23))
     magic = u32(exponent + u32(22 << 23)).view(f32)  # its last bit is the step of E2M1 at v
     return u32(f32(f32(v + magic) - magic).view(u32) | u32(signed & u32(0x80000000))).view(f32)
+
+
+@nb.njit(error_model="numpy")
+def e2m1_low_byte(v):
+    """Return a number whose low byte is the code that `e2m1` gives for a float32 value without sign."""
+    halves = u32(f32(v + f32(1 << 22)).view(u32))
+    ones = u32(f32(v + f32(1 << 23)).view(u32) - u32(0x4B000000 - 0x4A800000 - 2))
+    twos = u32(f32(v + f32(1 << 24)).view(u32) - u32(0x4B800000 - 0x4A800000 - 4))
+    return min(halves, ones, twos, u32(0x4A800007))
+
+
+@nb.njit(error_model="numpy")
+def e2m1_pair(pair, scale):
+    """Return the packed codes of two bfloat16 in 32 bits, the first in the low half, times a scale above zero.
+
+    Two at a time need no widening and no packing.
+    """
+    bits = u32(pair)
+    even = u32(u32(bits << u32(16)) & u32(0x7FFFFFFF)).view(f32)
+    odd = u32(bits & u32(0x7FFF0000)).view(f32)
+    low, high = e2m1_low_byte(f32(even * scale)), u32(e2m1_low_byte(f32(odd * scale)) << u32(4))
+    signs = u32(u32(bits >> u32(12)) & u32(8)) | u32(u32(bits >> u32(24)) & u32(0x80))
+    return u8(u32(u32(u32(low & u32(0xF)) | high) | signs))
