@@ -24,6 +24,7 @@ from nemo_fp8rl.fp8.kernels.on_cpu.bits import (
     float32,
     i16,
     i32,
+    magnitude,
     round_like,
     u8,
     u16,
@@ -32,7 +33,7 @@ from nemo_fp8rl.fp8.kernels.on_cpu.bits import (
 )
 from nemo_fp8rl.fp8.kernels.on_cpu.compiled import jit
 from nemo_fp8rl.fp8.kernels.on_cpu.prefetching import prefetch
-from nemo_fp8rl.fp8.kernels.on_cpu.scales import FP32, block_maxima, block_scales, repeat, strip_scales
+from nemo_fp8rl.fp8.kernels.on_cpu.scales import FP32, block_maxima, block_scale, block_scales, repeat, strip_scales
 
 LANES = 32
 """Values of 16 bits that one operation converts."""
@@ -171,18 +172,35 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, rule, largest
 
 
 @jit
+def maximum_of_128(values):
+    """Return the largest magnitude of exactly 128 values: a length that the compiler knows."""
+    m = magnitude(values[0])
+    for k in range(128):
+        m = max(m, magnitude(values[k]))
+    return m
+
+
+@jit
 def quantize_lines(x, layout, first, end, out, scale_inv, width, rule, largest):
     """Quantize in blocks of one row: no scales to repeat, and loops of a length that the compiler knows."""
     origin, matrix_stride, stride = layout
     columns, blocks = out.shape[2], scale_inv.shape[2]
     maxima, scales = np.empty(blocks, x.dtype), np.empty(blocks, f32)
+    whole = columns // 128 if width == 128 else 0
     for strip in range(first, end):
         matrix, row = divmod(strip, out.shape[1])
         start = origin + matrix * matrix_stride + row * stride
-        values, codes = x[start : start + columns], out[matrix, row]
-        block_maxima(values, width, maxima)
-        block_scales(maxima, rule, largest, scales, scale_inv[matrix, row])
-        for j in range(blocks):
+        values, codes, inverses = x[start : start + columns], out[matrix, row], scale_inv[matrix, row]
+        for j in range(whole):
+            block, bytes_ = values[j * 128 : j * 128 + 128], codes[j * 128 : j * 128 + 128]
+            scale = block_scale(maximum_of_128(block), rule, largest)
+            inverses[j] = f32(1) / scale
+            for k in range(128):
+                bytes_[k] = e4m3(float32(block[k]) * scale)
+        if whole < blocks:
+            block_maxima(values[whole * 128 :], width, maxima[whole:])
+            block_scales(maxima[whole:], rule, largest, scales[whole:], inverses[whole:])
+        for j in range(whole, blocks):
             scale, k, stop = scales[j], j * width, min(columns, j * width + width)
             for _ in range((stop - k) // PIECE):
                 piece, bytes_ = values[k : k + PIECE], codes[k : k + PIECE]
@@ -229,13 +247,21 @@ def round_trip_lines(x, layout, first, end, out, width, rule, largest):
     origin, matrix_stride, stride = layout
     columns, blocks = out.shape[2], -(-out.shape[2] // width)
     maxima, scales, inverses = np.empty(blocks, x.dtype), np.empty(blocks, f32), np.empty(blocks, f32)
+    whole = columns // 128 if width == 128 else 0
     for strip in range(first, end):
         matrix, row = divmod(strip, out.shape[1])
         start = origin + matrix * matrix_stride + row * stride
         values, bits = x[start : start + columns], out[matrix, row]
-        block_maxima(values, width, maxima)
-        block_scales(maxima, rule, largest, scales, inverses)
-        for j in range(blocks):
+        for j in range(whole):
+            block, results = values[j * 128 : j * 128 + 128], bits[j * 128 : j * 128 + 128]
+            scale = block_scale(maximum_of_128(block), rule, largest)
+            inverse = f32(1) / scale
+            for k in range(128):
+                results[k] = round_like(e4m3_value(float32(block[k]) * scale) * inverse, results[k])
+        if whole < blocks:
+            block_maxima(values[whole * 128 :], width, maxima[whole:])
+            block_scales(maxima[whole:], rule, largest, scales[whole:], inverses[whole:])
+        for j in range(whole, blocks):
             scale, inverse, k, stop = scales[j], inverses[j], j * width, min(columns, j * width + width)
             for _ in range((stop - k) // PIECE):
                 piece, results = values[k : k + PIECE], bits[k : k + PIECE]
