@@ -7,6 +7,12 @@ CPU seconds of one thread; the table shows medians. The gain of a second thread 
 gain of the memcpy shows what the machine allows. Memory is the growth of the process's peak beyond input and output.
 Results go to benchmarks/results/quantize_cpu.json unless --json names another file. The compiled entry needs a C++
 compiler.
+
+    python benchmarks/quantize.py --formats [--rows 2048] [--columns 4096] [--rounds 40]
+
+Every number format beside FP8, in turns, in one thread: weights by the block of a weight, activations by the block of a
+token; quantized, and quantized and dequantized at once (the operands of emulated matmuls). The ratio is that of the
+shortest times. Results go to benchmarks/results/quantize_formats_cpu.json.
 """
 
 import argparse
@@ -18,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,11 +37,26 @@ from rich.table import Table
 from torch import Tensor
 
 from nemo_fp8rl.common.machine import machine
-from nemo_fp8rl.fp8 import BLOCK, BlockScaled, quantize_blockwise, quantize_delta, scale_shape
+from nemo_fp8rl.fp8 import (
+    BLOCK,
+    FP8,
+    MXFP8,
+    NVFP4,
+    BlockScaled,
+    KernelName,
+    encode_scale,
+    fake_quantize,
+    fake_quantize_tokens,
+    largest_magnitude,
+    quantize_blockwise,
+    quantize_delta,
+    scale_shape,
+)
 from nemo_fp8rl.fp8.kernels import describe, resolve
 
 E4M3 = torch.float8_e4m3fn
 RESULTS = Path(__file__).resolve().parent / "results" / "quantize_cpu.json"
+FORMAT_RESULTS = RESULTS.with_name("quantize_formats_cpu.json")
 SLOW_ROUNDS = 2
 STEP = 1e-6
 """Change of a master weight in one optimizer step of RL; the weights have sigma 0.02."""
@@ -173,6 +195,46 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def format_calls(x: Tensor, kernel: KernelName, check: bool) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Return calls that quantize x, by task and format. check: whether they look for values that are not finite."""
+    encode = encode_scale(largest_magnitude(x), "pow2")
+    calls: dict[str, dict[str, Callable[[], Any]]] = {"weight": {}, "token": {}, "weight fake": {}, "token fake": {}}
+    for format in (FP8, MXFP8, NVFP4):
+        for task, block in (("weight", format.weight_block), ("token", format.line_block)):
+            out = quantize_blockwise(x, format=format, block=block, encode=encode, kernel=kernel)
+            options = {"format": format, "block": block, "encode": encode, "kernel": kernel, "out": out, "check": check}
+            calls[task][format.name] = partial(quantize_blockwise, x, **options)
+        calls["weight fake"][format.name] = partial(
+            fake_quantize, x, format=format, block=format.weight_block, encode=encode, flush=True
+        )
+        calls["token fake"][format.name] = partial(fake_quantize_tokens, x, format)
+    return calls
+
+
+def compare_formats(rows: int, columns: int, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    x, _ = weights(rows, columns)
+    results: dict[str, Any] = {"values": x.numel(), "tasks": {}}
+    for task, calls in format_calls(x, "auto", check=True).items():
+        shortest = dict.fromkeys(calls, float("inf"))
+        for _ in range(rounds):
+            for name, call in calls.items():
+                shortest[name] = min(shortest[name], seconds(call, time.thread_time))
+        results["tasks"][task] = {
+            name: {"ms": 1e3 * time_, "over_fp8": time_ / shortest["fp8"]} for name, time_ in shortest.items()
+        }
+    return results
+
+
+def show_formats(result: dict[str, Any]) -> None:
+    table = Table("task", "format", "ms", "x FP8", title=f"{result['values'] / 1e6:.1f} M bf16 values, one thread")
+    for task, rows in result["tasks"].items():
+        for name, row in rows.items():
+            table.add_row(task, name, f"{row['ms']:.2f}", f"{row['over_fp8']:.2f}")
+    Console().print(table)
+
+
 def show(result: dict[str, Any]) -> None:
     table = Table("quantizer", "x memcpy", "faster on 2 threads", "extra memory", title="CPU quantization, one thread")
     for name, row in result["quantizers"].items():
@@ -191,22 +253,31 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--columns", type=int, default=12288)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE")
+    parser.add_argument("--formats", action="store_true", help="compare the number formats instead")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--columns", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    if arguments.rows % 128 or arguments.columns % 128:
+    run, print_result, path, sizes = (
+        (compare_formats, show_formats, FORMAT_RESULTS, (2048, 4096, 40))
+        if arguments.formats
+        else (measure, show, RESULTS, (8192, 12288, 15))
+    )
+    given = (arguments.rows, arguments.columns, arguments.rounds)
+    rows, columns, rounds = (size if value is None else value for value, size in zip(given, sizes, strict=True))
+    if rows % 128 or columns % 128:
         parser.error("--rows and --columns must be multiples of 128: the other frameworks' formulations need that")
     result = {
         "machine": machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "kernel": describe(resolve("auto", "cpu")),
-        **measure(arguments.rows, arguments.columns, arguments.rounds),
+        **run(rows, columns, rounds),
     }
-    show(result)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print_result(result)
+    path = arguments.json or path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 FP8 tensor cores come with Ada (8.9). Transformer Engine's blockwise recipe, which trains, needs Hopper (9.0):
 `check_fp8_block_scaling_support` in
 https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/quantization.py
-Blackwell (10.0) multiplies MXFP8 and NVFP4. Before it, from Ampere (8.0) on, vLLM's Marlin kernels multiply such weights
-with bfloat16 activations; our engine rounds these to the format's values first, so that it computes the trainer's
-function. Trainers emulate these formats on any GPU.
+Blackwell (10.0) multiplies MXFP8 and NVFP4. Before it, from Ampere (8.0) on, vLLM's Marlin kernels multiply such
+weights with bfloat16 activations; our engine rounds these to the format's values first, so that it computes the
+trainer's function. Trainers emulate these formats on any GPU.
 """
 
 Capability = tuple[int, int]

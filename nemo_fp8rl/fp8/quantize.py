@@ -14,9 +14,7 @@ from nemo_fp8rl.fp8 import kernels
 from nemo_fp8rl.fp8.block_scaled import (
     ALONG_LAST,
     DATA_DTYPES,
-    E2M1_MAX,
     E4M3,
-    E4M3_MAX,
     E8M0_NAN,
     SCALE_DTYPES,
     BlockScaled,
@@ -30,10 +28,10 @@ from nemo_fp8rl.fp8.block_scaled import (
 )
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.formats import FP8, NVFP4, Format
+from nemo_fp8rl.fp8.kernels.reference import encode_scale
 from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat, ScaleRule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @torch.no_grad()
@@ -172,7 +170,7 @@ def fake_quantize(
     x, dtype = x.detach(), dtype or x.dtype
     if format.element == "e4m3":
         return kernels.load_emulation(x.device.type)(x, block, _rule(format, scale_format), dtype)
-    encode = encode_scale(_largest(x.reshape(1, -1)), scale_format) if encode is None else encode
+    encode = encode_scale(largest_magnitude(x), scale_format) if encode is None else encode
     return kernels.load_fp4_emulation(x.device.type)(x, block, encode.reshape(-1), flush, dtype)
 
 
@@ -184,31 +182,23 @@ def fake_quantize_tokens(
     A token has a global scale of its own where the format has one, so that its values do not depend on other tokens. An
     activation that the format leaves alone comes back in `dtype`.
     """
+    x, dtype = x.detach(), dtype or x.dtype
     if format.token_block is None:
-        return x.detach().to(dtype or x.dtype)
-    encode = encode_scale(x.detach().abs().amax(1), scale_format) if format.has_global else None
-    return fake_quantize(
-        x, format=format, block=format.token_block, scale_format=scale_format, encode=encode, dtype=dtype
-    )
+        return x.to(dtype)
+    if format.has_global:
+        check_scale_format(scale_format)
+        return kernels.load_fp4_emulation(x.device.type)(x, format.token_block, scale_format, False, dtype)
+    return fake_quantize(x, format=format, block=format.token_block, scale_format=scale_format, dtype=dtype)
 
 
-def encode_scale(amax: Tensor, scale_format: ScaleFormat, headroom: int = 0) -> Tensor:
-    """Return the factor `encode` of tensors, or of rows, with these largest magnitudes, float32 of amax's shape.
-
-    headroom: with pow2 scales, binades by which a value may grow before its block scale saturates
-    Source: Transformer Engine, core_nvfp4.cuh, compute_global_encode_scaling_factor_FP4
-    """
-    amax = amax.float()
-    encode = torch.div(torch.full_like(amax, E4M3_MAX * E2M1_MAX), amax).clamp_(max=FLOAT32_MAX)
-    encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
-    if scale_format == "pow2":
-        encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-headroom
-    return encode
-
-
-def _largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude of each row of x [R, n], 0 for a row without values."""
-    return x.abs().amax(1) if x.size(1) else x.new_zeros(x.size(0))
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each matrix of x [(E,) N, K], [] or [E] in x's dtype; NaN where a value is."""
+    if x.dim() == 3:
+        return torch.stack([largest_magnitude(matrix) for matrix in x]) if len(x) else x.new_empty(0)
+    if not x.numel():
+        return x.new_zeros(())
+    smallest, largest = x.detach().aminmax()  # without the copy of x that `x.abs()` makes
+    return torch.maximum(-smallest, largest)
 
 
 def _rule(format: Format, scale_format: ScaleFormat) -> ScaleRule:
@@ -219,7 +209,7 @@ def _set_global_scale(x: Tensor, encode: Tensor | None, scale_format: ScaleForma
     """Return the factors, float32 [E, 1], of x [E, N, K], and store their inverses in `out`."""
     assert out.global_scale is not None
     if encode is None:
-        encode = encode_scale(_largest(x.flatten(1)), scale_format)
+        encode = encode_scale(largest_magnitude(x), scale_format)
     factors = encode.to(x.device, torch.float32).reshape(-1).expand(x.size(0))
     out.global_scale.copy_(torch.div(torch.ones_like(factors), factors).view(out.global_scale.shape))
     return factors.unsqueeze(1).contiguous()

@@ -3,6 +3,7 @@
 import ast
 import errno
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_what_is_stored_is_taken_again(monkeypatch, tmp_path):
     again = compiled.jit(double)
     assert again(3) == 6
     assert sum(again.stats.cache_hits.values()) == 1
+
+
+def test_a_change_in_a_file_beside_the_loop_compiles_it_again(monkeypatch, tmp_path):
+    """Code of another file may be part of the loop."""
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "loop.py").write_text("def triple(x):\n    return 3 * x\n")
+    triple = runpy.run_path(str(tmp_path / "loop.py"))["triple"]
+    hits = []
+    for beside in ("", "", "x = 1\n"):
+        (tmp_path / "beside.py").write_text(beside)
+        os.utime(tmp_path / "beside.py", (1, 1))
+        loop = compiled.jit(triple)
+        assert loop(3) == 9
+        hits.append(sum(loop.stats.cache_hits.values()))
+    assert hits == [0, 1, 0]
 
 
 def test_every_loop_with_a_cache_is_compiled_so():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import BlockScaled, Delta, DeltaError, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8 import delta as wire
-from nemo_fp8rl.fp8.kernels.on_cpu import numba_kernel
+from nemo_fp8rl.fp8.kernels.on_cpu import numba_kernel, strips
 
 KERNELS = pytest.mark.parametrize("kernel", ["cpu", "reference"])
 BLOCKS = [(128, 128), (1, 128), (128, 1), (3, 5)]
@@ -59,14 +59,14 @@ def base_of(new: Tensor, positions: list[int], differences: list[int]) -> Tensor
 
 @contextmanager
 def divided_work(
-    threads: int = 1, values: int = numba_kernel.PIECE_VALUES, chunk: int = numba_kernel.CHUNK_ENTRIES
+    threads: int = 1, values: int = strips.PIECE_VALUES, chunk: int = numba_kernel.CHUNK_ENTRIES
 ) -> Iterator[None]:
     """Run `cpu` with this number of threads, small pieces, and buffers for few entries."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    small = {"PIECE_VALUES": values, "THREAD_VALUES": min(values, numba_kernel.THREAD_VALUES), "CHUNK_ENTRIES": chunk}
+    small = {"PIECE_VALUES": values, "THREAD_VALUES": min(values, strips.THREAD_VALUES)}
     try:
-        with mock.patch.multiple(numba_kernel, **small):
+        with mock.patch.multiple(strips, **small), mock.patch.object(numba_kernel, "CHUNK_ENTRIES", chunk):
             yield
     finally:
         torch.set_num_threads(before)
@@ -122,7 +122,7 @@ def changes(draw: st.DrawFn) -> tuple[Tensor, list[int]]:
     changes(),
     st.sampled_from(BLOCKS),
     st.integers(1, 3),
-    st.sampled_from([1, 300, numba_kernel.PIECE_VALUES]),
+    st.sampled_from([1, 300, strips.PIECE_VALUES]),
     st.sampled_from([1, 40, numba_kernel.CHUNK_ENTRIES]),
 )
 def test_the_delta_of_cpu_lists_exactly_the_changes_for_any_division(change, block, threads, values, chunk):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import BlockScaled, KernelError, NonFiniteError, kernels, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8.block_scaled import scale_shape
-from nemo_fp8rl.fp8.kernels.on_cpu import loops, numba_kernel
+from nemo_fp8rl.fp8.kernels.on_cpu import loops, numba_kernel, strips
 from nemo_fp8rl.fp8.kernels.on_cpu import threads as shared
 from tests.fp8.values import BLOCKS, DTYPES, EACH_DTYPE, EACH_FORMAT, FORMATS, INTEGER, random_values
 
@@ -106,8 +106,8 @@ def test_cpu_equals_reference_for_any_shape_dtype_stride_and_block(x, block, sca
 def test_cpu_equals_reference_however_the_work_is_cut_and_shared(x, block, scale_format, number, values):
     with (
         threads(number),
-        mock.patch.object(numba_kernel, "PIECE_VALUES", values),
-        mock.patch.object(numba_kernel, "THREAD_VALUES", values),
+        mock.patch.object(strips, "PIECE_VALUES", values),
+        mock.patch.object(strips, "THREAD_VALUES", values),
     ):
         assert_kernels_agree(x, block, scale_format)
 
@@ -121,7 +121,7 @@ def test_large_tensors_are_quantized_alike_by_any_number_of_threads(shape, dtype
     for number in (1, 2, 3):
         with (
             threads(number),
-            mock.patch.object(numba_kernel, "THREAD_VALUES", x.numel() // 2),
+            mock.patch.object(strips, "THREAD_VALUES", x.numel() // 2),
             mock.patch.object(shared, "_pool", wraps=shared._pool) as pool,
         ):
             data, scale_inv = quantized(x, block, scale_format, "cpu")
@@ -151,8 +151,8 @@ FORKED = """
 import os
 import torch
 from nemo_fp8rl.fp8 import quantize_blockwise
-from nemo_fp8rl.fp8.kernels.on_cpu import numba_kernel
-numba_kernel.THREAD_VALUES = 1
+from nemo_fp8rl.fp8.kernels.on_cpu import strips
+strips.THREAD_VALUES = 1
 torch.set_num_threads(2)
 x = torch.ones(256, 128, dtype=torch.bfloat16)
 quantize_blockwise(x, kernel="cpu")

@@ -16,6 +16,8 @@ from nemo_fp8rl.fp8 import BLOCK, NonFiniteError, fake_quantize, kernels, quanti
 from nemo_fp8rl.fp8.kernels import emulate
 from nemo_fp8rl.fp8.kernels.emulate import round_to_e4m3
 from nemo_fp8rl.fp8.kernels.on_cpu import numba_kernel
+from nemo_fp8rl.refit.digest import xxh3_digest
+from tests.fp8.values import EACH_FORMAT, random_values
 
 BLOCKS = [(128, 128), (1, 128), (128, 1)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -316,3 +318,22 @@ def test_a_misspelled_scale_format_is_refused():
 def test_only_matrices_and_stacks_of_them_are_quantized(shape):
     with pytest.raises(ValueError, match="matrix"):
         quantize_blockwise(torch.zeros(shape))
+
+
+FROZEN = [
+    ((200, 300), torch.bfloat16, "0.02", (128, 128), {"pow2": "efe43517882e1472", "fp32": "3e84a13a950ab75d"}),
+    ((2, 130, 260), torch.float32, "bits", (128, 128), {"pow2": "5158fd6a2e69a4ac", "fp32": "9ab2570f4af520c0"}),
+    ((70, 300), torch.bfloat16, "1", (1, 128), {"pow2": "dcd41766a3b17048", "fp32": "ded5c45ddf915e1c"}),
+    ((300, 70), torch.float16, "bits", (128, 1), {"pow2": "d858ecebe88f627d", "fp32": "0cda2058c91b3a82"}),
+    ((64, 128), torch.bfloat16, "denormal", (1, 128), {"pow2": "eb82da2a783adbc9", "fp32": "bfeb4ad91084cbf6"}),
+]
+"""Digests of data and scale_inv, made before there were other formats (commit 5da5b58)."""
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_fp8_has_the_bytes_that_it_always_had(scale_format, kernel):
+    for seed, (shape, dtype, kind, block, digests) in enumerate(FROZEN):
+        x = random_values(shape, dtype, kind, seed)
+        q = quantize_blockwise(x, block=block, scale_format=scale_format, kernel=kernel)
+        assert xxh3_digest(q.data, q.scale_inv) == digests[scale_format]

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import Delta, NonFiniteError, kernels, quantize_blockwise
+from nemo_fp8rl.fp8 import NVFP4, Delta, NonFiniteError, encode_scale, kernels, quantize_blockwise
 from nemo_fp8rl.fp8.block_scaled import E4M3, scale_shape
 from nemo_fp8rl.fp8.delta import MAX_CHANGED, as_bytes
 from nemo_fp8rl.fp8.kernels import reference
@@ -125,7 +125,7 @@ def inputs(draw: st.DrawFn) -> Tensor:
 
 
 @settings(deadline=None, max_examples=50)
-@given(inputs(), st.sampled_from(BLOCKS), st.sampled_from(FORMATS))
+@given(inputs(), st.sampled_from([*BLOCKS, (32, 32), (1, 32)]), st.sampled_from([*FORMATS, "e8m0"]))
 def test_bits_are_those_of_the_specification(interpreted, x, block, scale_format):
     assert_equals_reference(interpreted, x, block, scale_format)
 
@@ -137,6 +137,47 @@ def test_ragged_experts_in_a_strided_view_with_every_magnitude(interpreted, bloc
     x = random_values((2, 140, 131), dtype, "bits").transpose(1, 2)
     x[1, 128:, :128] = 0
     assert_equals_reference(interpreted, x, block, scale_format)
+
+
+def run_fp4(kernel: str, x: Tensor, block: Block, encode: Tensor, flush: bool) -> tuple[Tensor, Tensor]:
+    """(packed codes, scale_inv) of x [E, N, K], without the checks that come before and after a kernel."""
+    data, scale_inv = torch.empty(NVFP4.data_shape(x.shape), dtype=torch.uint8), scale_shape(x.shape, block)
+    scales = torch.empty(scale_inv, dtype=E4M3)
+    kernels.load_fp4(kernel, "cpu").quantize_fp4(x, block, encode, flush, data, scales)
+    return data, scales
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    inputs(),
+    st.sampled_from([(16, 16), (1, 16), (16, 2), (3, 6), (1, 64)]),
+    st.sampled_from(FORMATS),
+    st.booleans(),
+    st.booleans(),
+)
+def test_fp4_bits_are_those_of_the_specification(interpreted, x, block, scale_format, flush, by_row):
+    x = x[..., : x.size(2) // 2 * 2]
+    amax = x.abs().amax(2) if x.size(2) else x.new_zeros(x.shape[:2])
+    encode = encode_scale(amax if by_row and block[0] == 1 else amax.amax(1, keepdim=True), scale_format)
+    data, scale_inv = interpreted(run_fp4, "triton", x, block, encode, flush)
+    expected, expected_inv = run_fp4("reference", x, block, encode, flush)
+    assert same_bits(scale_inv, expected_inv)
+    assert same_bits(data, expected)
+
+
+def test_fp4_blocks_with_a_value_that_is_not_finite_and_no_others_get_the_scale_nan(interpreted):
+    x = random_values((2, 40, 64), torch.bfloat16, "1")
+    x[0, 3, 33], x[1, 39, 5], x[1, 7, 7] = torch.nan, torch.inf, -torch.inf
+    for block in ((16, 16), (1, 16)):
+        _, scale_inv = interpreted(run_fp4, "triton", x, block, torch.full((2, 1), 512.0), True)
+        assert same_bits(scale_inv, run_fp4("reference", x, block, torch.full((2, 1), 512.0), True)[1])
+        assert scale_inv.float().isnan().sum() == 3
+
+
+@pytest.mark.parametrize("block", [(16, 1), (1, 5), (256, 256)])
+def test_fp4_blocks_that_cannot_be_packed_or_held_are_refused(interpreted, block):
+    with pytest.raises(ValueError, match="even number of columns and of up to 32768 values"):
+        interpreted(run_fp4, "triton", torch.zeros(1, 4, 4), block, torch.ones(1, 1), True)
 
 
 @EACH_BLOCK
@@ -280,29 +321,35 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
 
+    def program(arch: int, module: Any, name: str, launch: Callable[[], None]) -> tuple[str, str]:
+        with (
+            mock.patch.object(module, name) as launched,
+            mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10)),
+        ):
+            launch()
+        arguments, options = launched.__getitem__.return_value.call_args
+        source = ASTSource(getattr(module, name), *specialized(getattr(module, name), arguments))
+        with redirect_stdout(io.StringIO()) as report:
+            made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        return made.asm["ptx"], report.getvalue()
+
     def compile_for(arch: int, x: Tensor, block: Block) -> tuple[str, str]:
         data = torch.empty(x.shape, dtype=E4M3, device=x.device)
         outputs = data, torch.empty(scale_shape(x.shape, block), device=x.device)
-        with (
-            mock.patch.object(triton_kernels, "quantize_tile") as launched,
-            mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10)),
-        ):
-            triton_kernels.quantize(x, block, "pow2", *outputs)
-        arguments, options = launched.__getitem__.return_value.call_args
-        source = ASTSource(triton_kernels.quantize_tile, *specialized(triton_kernels.quantize_tile, arguments))
-        with redirect_stdout(io.StringIO()) as report:
-            program = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        return program.asm["ptx"], report.getvalue()
+        return program(
+            arch, triton_kernels, "quantize_tile", lambda: triton_kernels.quantize(x, block, "pow2", *outputs)
+        )
 
+    compile_for.program = program  # type: ignore[attr-defined]
     return compile_for
 
 
-def specialized(program: Any, arguments: tuple) -> tuple[dict, dict, dict]:
+def specialized(kernel: Any, arguments: tuple) -> tuple[dict, dict, dict]:
     """(types, constants, multiples of 16) of a launch, by Triton's rules: an integer 1 is a constant as well."""
     types: dict[str, str] = {}
     constants: dict[tuple[int], object] = {}
     multiples: dict[tuple[int], list] = {}
-    for i, (parameter, value) in enumerate(zip(program.params, arguments, strict=True)):
+    for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             types[parameter.name], constants[(i,)] = "constexpr", value
             continue
@@ -322,6 +369,24 @@ def assert_keeps_every_bit(ptx: str) -> None:
     assert "fma" not in ptx
     assert "ftz" not in ptx
     assert "approx" not in ptx
+
+
+@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
+@pytest.mark.parametrize("arch", [90, 100])
+def test_fp4_programs_for_real_gpus_divide_exactly_and_write_packed_bytes(compiled, arch, block):
+    from nemo_fp8rl.fp8.kernels import triton_fp4
+
+    x = torch.zeros(2, 256, 512, dtype=torch.bfloat16)
+    data, scales = torch.empty(NVFP4.data_shape(x.shape), dtype=torch.uint8), scale_shape(x.shape, block)
+    encode, scale_inv = torch.ones(2, 1), torch.empty(scales, dtype=E4M3)
+    ptx, report = compiled.program(
+        arch, triton_fp4, "quantize_fp4_tile", lambda: triton_fp4.quantize_fp4(x, block, encode, True, data, scale_inv)
+    )
+    assert_keeps_every_bit(ptx)
+    loads = set(re.findall(r"\bld\.global\S*", ptx))
+    assert loads & {"ld.global.v4.b32", "ld.global.v2.b32"}
+    assert loads <= {"ld.global.v4.b32", "ld.global.v2.b32", "ld.global.b32"}  # the last reads the factor
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 32
 
 
 @EACH_BLOCK

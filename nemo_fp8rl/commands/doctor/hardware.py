@@ -149,10 +149,9 @@ def _package_engine(plan: Plan, gpu: Gpu) -> Finding:
     if plan.format is not FP8:
         name = plan.flow.rpartition("_")[0]
         if gpu.capability < BLACKWELL and plan.format.token_block is not None:
-            text = (
-                f"our engines on {gpu.name} multiply {NAMES[name]} by Marlin in bfloat16, after they round activations"
-            )
-            return Finding("warn", TOPIC, f"{text}: it saves memory and bytes, and only Blackwell makes it faster")
+            text = f"our engines on {gpu.name} multiply {NAMES[name]} by Marlin in bfloat16, after they round"
+            text += " activations: memory and bytes shrink, and only Blackwell is faster"
+            return Finding("warn", TOPIC, text)
         text = f"our engines on {gpu.name} multiply {NAMES[name]} by {KERNELS_OF_VLLM[name]}"
         return Finding("ok", TOPIC, text)
     hopper = HOPPER <= gpu.capability < BLACKWELL  # elsewhere generation/fp8_method/gpu_linear.py skips DeepGEMM

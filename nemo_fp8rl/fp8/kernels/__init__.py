@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta
-from nemo_fp8rl.fp8.names import Block, KernelName, ScaleRule
+from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat, ScaleRule
 
 logger = logging.getLogger(__name__)
 
 _MODULE = {"reference": "reference", "cpu": "on_cpu.numba_kernel", "triton": "triton_kernels", "te": "te"}
-_FP4_MODULE = {"reference": "reference", "cpu": "reference", "triton": "reference"}
+_FP4_MODULE = {"reference": "reference", "cpu": "on_cpu.fp4_kernel", "triton": "triton_fp4"}
 _LIBRARY = {"cpu": "numba", "triton": "triton", "te": "transformer_engine"}
 _DEVICES = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",), "te": ("cuda",)}
 
@@ -114,9 +114,10 @@ def load_emulation(device: str) -> Callable[[Tensor, Block, ScaleRule, torch.dty
 
 
 @functools.cache
-def load_fp4_emulation(device: str) -> Callable[[Tensor, Block, Tensor, bool, torch.dtype], Tensor]:
+def load_fp4_emulation(device: str) -> Callable[[Tensor, Block, Tensor | ScaleFormat, bool, torch.dtype], Tensor]:
     """Return quantize_dequantize_fp4(x, block, encode, flush, dtype), chosen as in `load_emulation`."""
-    return importlib.import_module(f"{__name__}.emulate").quantize_dequantize_fp4
+    module = "on_cpu.fp4_kernel" if resolve("auto", device) == "cpu" else "emulate"
+    return importlib.import_module(f"{__name__}.{module}").quantize_dequantize_fp4
 
 
 def describe(kernel: str) -> str:

@@ -14,11 +14,12 @@ from nemo_fp8rl.fp8.kernels.reference import (
     FLOAT32_EXPONENT_BITS,
     block_scale,
     e2m1_codes,
+    encode_scale,
     fp4_scales,
     from_blocks,
     to_blocks,
 )
-from nemo_fp8rl.fp8.names import Block, ScaleRule
+from nemo_fp8rl.fp8.names import Block, ScaleFormat, ScaleRule
 
 MIN_NORMAL_EXPONENT = (127 - 6) << 23
 MANTISSA_SHIFT = (23 - 3) << 23
@@ -52,11 +53,16 @@ def quantize_dequantize(x: Tensor, block: Block, rule: ScaleRule, dtype: torch.d
     return out
 
 
-def quantize_dequantize_fp4(x: Tensor, block: Block, encode: Tensor, flush: bool, dtype: torch.dtype) -> Tensor:
+def quantize_dequantize_fp4(
+    x: Tensor, block: Block, encode: Tensor | ScaleFormat, flush: bool, dtype: torch.dtype
+) -> Tensor:
     """Return the values that `reference.quantize_fp4` stores for x [N, K], as [N, K] in `dtype`.
 
-    encode: float32 [1], or [N], one factor per row, with blocks of one row
+    encode: float32 [1], or [N], one factor per row, with blocks of one row; or the format of the global scale, for
+            which each row takes the factor of its own largest value
     """
+    if isinstance(encode, str):
+        encode = encode_scale(x.abs().amax(1), encode) if x.size(1) else torch.ones(x.size(0), device=x.device)
     blocks = to_blocks(x[None], block)
     scale, inverse = fp4_scales(blocks, encode[None], flush)
     decode = torch.div(torch.ones_like(encode), encode)[None, :, None, None, None]

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.block_scaled import E2M1_MAX, E4M3, E4M3_MAX
 from nemo_fp8rl.fp8.kernels.compare_bytes import make_quantize_delta
-from nemo_fp8rl.fp8.names import Block, ScaleRule
+from nemo_fp8rl.fp8.names import Block, ScaleFormat, ScaleRule
 
 FLOAT32_EXPONENT_BITS = 0x7F800000
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -98,6 +98,20 @@ def fp4_scales(blocks: Tensor, encode: Tensor, flush: bool) -> tuple[Tensor, Ten
         is_lost = inverse.float() < MIN_NORMAL_E4M3
         inverse, scale = inverse.float().masked_fill(is_lost, 0.0).to(E4M3), scale.masked_fill_(is_lost, 0.0)
     return scale, inverse
+
+
+def encode_scale(amax: Tensor, scale_format: ScaleFormat, headroom: int = 0) -> Tensor:
+    """Return the factor `encode` of tensors, or of rows, with these largest magnitudes, float32 of amax's shape.
+
+    headroom: with pow2 scales, binades by which a value may grow before its block scale saturates
+    Source: Transformer Engine, core_nvfp4.cuh, compute_global_encode_scaling_factor_FP4
+    """
+    amax = amax.float()
+    encode = torch.div(torch.full_like(amax, E4M3_MAX * E2M1_MAX), amax).clamp_(max=FLOAT32_MAX)
+    encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
+    if scale_format == "pow2":
+        encode = (encode.view(torch.int32) & FLOAT32_EXPONENT_BITS).view(torch.float32) * 2.0**-headroom
+    return encode
 
 
 def e2m1_codes(values: Tensor) -> Tensor:

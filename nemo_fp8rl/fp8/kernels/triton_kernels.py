@@ -54,12 +54,21 @@ def e4m3(value):
     return (code | ((signed >> 24) & 0x80)).to(tl.uint8)
 
 
+@triton.jit
+def e8m0_scale_inv(amax):
+    """Return the smallest power of two not below amax / 448, at least 2^-127, which is a subnormal."""
+    ratio = (amax * tl.div_rn(1.0, tl.full([1, 1], 448.0, tl.float32))).to(tl.int32, bitcast=True)
+    exponent, mantissa = ratio >> 23, ratio & 0x7FFFFF
+    is_between = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
+    return tl.maximum((exponent + is_between.to(tl.int32)) << 23, 0x400000).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["scale_stride_e", "scale_stride_n", "scale_stride_k"])
 def quantize_tile(
     x, data, scale_inv, n, k, stride_e, stride_n, stride_k, scale_stride_e, scale_stride_n, scale_stride_k,
     largest,
     B0: tl.constexpr, B1: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, STRIPS: tl.constexpr,
-    POW2: tl.constexpr, NATIVE: tl.constexpr,
+    POW2: tl.constexpr, E8M0: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of x [E, n, k]: A0 x A1 blocks of B0 x B1, in STRIPS strips of S0 x S1, one below the other.
 
@@ -95,6 +104,8 @@ def quantize_tile(
     scale = tl.where(scale == float("inf"), largest, scale)
     if POW2:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    if E8M0:
+        scale = tl.div_rn(1.0, e8m0_scale_inv(amax.to(tl.float32, bitcast=True)))
     scale = tl.where(amax < 0x7F800000, scale, float("nan"))
     block_row, block_column = i * A0 + tl.arange(0, A0)[:, None], j * A1 + tl.arange(0, A1)[None, :]
     tl.store(
@@ -128,7 +139,7 @@ def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: 
         quantize_tile[(tiles,)](
             x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
             *x.shape[1:], *x.stride(), *scale_inv.stride(), torch.finfo(x.dtype).max,
-            *block, rows, columns, strips, rule == "pow2", native,
+            *block, rows, columns, strips, rule == "pow2", rule == "e8m0", native,
             num_warps=triton.next_power_of_2(max(1, min(16, warps))), enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.fp8 import Format, Fp8Layers, ScaleFormat, encode_scale
+from nemo_fp8rl.fp8 import Format, Fp8Layers, ScaleFormat, encode_scale, largest_magnitude
 from nemo_fp8rl.policy.weights.hf_names import parameters_by_hf_name
 from nemo_fp8rl.policy.weights.layout import Layout
 
@@ -119,7 +119,7 @@ class GlobalScales:
         for matrix in {id(matrix): matrix for matrix in self.matrices.values()}.values():
             by_group.setdefault(matrix.layer.tp_group, []).append(matrix)
         for group, matrices in by_group.items():
-            amax = torch.stack([matrix.layer.weight.detach().abs().amax().float() for matrix in matrices])
+            amax = torch.stack([largest_magnitude(matrix.layer.weight).float() for matrix in matrices])
             if group.size() > 1:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
             yield matrices, amax

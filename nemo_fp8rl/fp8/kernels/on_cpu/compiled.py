@@ -8,16 +8,23 @@ A folder for all users, such as /tmp, is no place for it: numba unpickles what i
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba as nb
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}  # fastmath stays off: it changes bits
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
     """numba's cache of a function; a disk that refuses the code, or has lost it, costs the time of a compilation."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        folder = Path(function.__code__.co_filename).parent
+        files = [(file.name, file.stat().st_mtime, file.stat().st_size) for file in sorted(folder.glob("*.py"))]
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, source_stamp=tuple(files))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:

@@ -1,12 +1,12 @@
 """The compiled inner loops of the `cpu` kernel: LLVM through numba, so the user's machine needs no compiler.
 
 A strip (rows of one block's height) is read twice, the second time from the cache: once for the maxima of its columns,
-and once to convert it. The scales are repeated to one per column, so that a row is a single long loop. LLVM makes
-vector code of such loops only if every operation is on a type of fixed width, hence the many casts. Rounding is integer
-arithmetic on the float32 bits. Fused and reordered floating-point operations stay off, so every bit equals `reference`.
+and once to convert it. The scales are repeated to one per column, so that a row is a single long loop; blocks of one
+row are converted one after another. Fused and reordered floating-point operations stay off, so every bit equals
+`reference`.
 
-The first call on a machine compiles (seconds); `compiled` says where numba then stores the code.
-Values are passed as their bits: int16 for bfloat16, int32 for float32.
+The first call on a machine compiles (seconds); `compiled` says where numba then stores the code. `bits` says how values
+are passed.
 """
 
 import numba as nb
@@ -16,11 +16,25 @@ from numba.core.cgutils import get_or_insert_function
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic, overload
 
+from nemo_fp8rl.fp8.kernels.on_cpu.bits import (
+    PIECE,
+    e4m3,
+    e4m3_value,
+    f32,
+    float32,
+    i16,
+    i32,
+    magnitude,
+    round_like,
+    u8,
+    u16,
+    u32,
+    u64,
+)
 from nemo_fp8rl.fp8.kernels.on_cpu.compiled import jit
+from nemo_fp8rl.fp8.kernels.on_cpu.prefetching import prefetch
+from nemo_fp8rl.fp8.kernels.on_cpu.scales import FP32, block_maxima, block_scale, block_scales, repeat, strip_scales
 
-u8, u16, u32, u64, i16, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.float32
-FP32, POW2, E8M0 = 0, 1, 2
-"""The rules of scales."""
 LANES = 32
 """Values of 16 bits that one operation converts."""
 ROUND = 14
@@ -29,123 +43,6 @@ AHEAD = 4096
 """Distance in bytes of the prefetch of bytes to compare: the processor's own prefetching is late for them."""
 NARROW = 2048
 """Largest row in bytes for which the next strip is prefetched; with longer rows that gains nothing."""
-
-
-def magnitude(h):
-    """Return the bits without the sign, in the width of h."""
-
-
-def float32(h):
-    """Return the value of the bits h as float32."""
-
-
-def round_like(value, h):
-    """Return the bits of a float32 value in the width of h: nearest, ties to even."""
-
-
-@overload(magnitude, inline="always")
-def _magnitude(h):
-    return (lambda h: i16(h & i16(0x7FFF))) if h == nb.int16 else (lambda h: i32(h & i32(0x7FFFFFFF)))
-
-
-@overload(float32, inline="always")
-def _float32(h):
-    return (lambda h: u32(u32(u16(h)) << u32(16)).view(f32)) if h == nb.int16 else (lambda h: u32(h).view(f32))
-
-
-@overload(round_like, inline="always")
-def _round_like(value, h):
-    def to_bfloat16(value, h):
-        bits = f32(value).view(u32)
-        return i16(u16(u32(bits + u32(u32(0x7FFF) + u32(u32(bits >> u32(16)) & u32(1)))) >> u32(16)))
-
-    return to_bfloat16 if h == nb.int16 else (lambda value, h: f32(value).view(i32))
-
-
-@jit
-def column_maxima(x, start, stride, rows, maxima):
-    """Fill `maxima`, one per column, over the rows of flat x that begin at `start`, `start + stride`, ..."""
-    maxima[:] = 0
-    columns = len(maxima)
-    while rows >= 4:  # four rows at a time keep the maxima in registers four times as long
-        second, third, fourth = start + stride, start + 2 * stride, start + 3 * stride
-        a, b = x[start : start + columns], x[second : second + columns]
-        c, d = x[third : third + columns], x[fourth : fourth + columns]
-        for k in range(columns):
-            m = max(magnitude(a[k]), magnitude(b[k]), magnitude(c[k]), magnitude(d[k]))
-            maxima[k] = max(maxima[k], m)
-        start += 4 * stride
-        rows -= 4
-    while rows > 0:
-        a = x[start : start + columns]
-        for k in range(columns):
-            maxima[k] = max(maxima[k], magnitude(a[k]))
-        start += stride
-        rows -= 1
-
-
-@nb.njit(error_model="numpy")
-def power_not_below(value):
-    """Return the smallest power of two not below a float32 value, at least 2^-127, which is a subnormal."""
-    bits = f32(value).view(u32)
-    exponent, mantissa = u32(bits >> u32(23)), u32(bits & u32(0x7FFFFF))
-    if mantissa > u32(0) and not (exponent == u32(0) and mantissa <= u32(1 << 22)):
-        exponent = u32(exponent + u32(1))
-    power = u32(max(u32(exponent << u32(23)), u32(1 << 22)))
-    return power.view(f32)
-
-
-@nb.njit(error_model="numpy")
-def block_scale(m, rule, largest):
-    """Return the scale for the bits of amax; NaN if amax is not finite."""
-    amax = float32(m)
-    scale = f32(1)
-    if not np.isfinite(amax):
-        scale = f32(np.nan)
-    elif rule == E8M0:
-        scale = f32(1) / power_not_below(amax * f32(1 / 448))
-    elif amax > 0:
-        scale = f32(448) / amax
-        if np.isinf(scale):
-            scale = largest
-        if rule == POW2:
-            scale = u32(f32(scale).view(u32) & u32(0x7F800000)).view(f32)
-    return scale
-
-
-@jit
-def strip_scales(x, start, stride, rows, width, rule, largest, maxima, scales, scale_inv):
-    """Fill `scales`, one per column, and their inverses `scale_inv`, one per block, of a strip."""
-    column_maxima(x, start, stride, rows, maxima)
-    for j in range(len(scale_inv)):
-        first, end = j * width, min(len(maxima), j * width + width)
-        m = maxima[first]
-        for k in range(first + 1, end):
-            m = max(m, maxima[k])
-        scale = block_scale(m, rule, largest)
-        scale_inv[j] = f32(1) / scale
-        scales[first:end] = scale
-
-
-@nb.njit(error_model="numpy")
-def e4m3(value):
-    """Return the E4M3 bits of a float32 value: nearest, ties to even, saturated at 448."""
-    signed = f32(value).view(u32)
-    a = u32(signed & u32(0x7FFFFFFF))
-    normal = u32(u32(u32(u32(a + u32(0x7FFFF)) + u32(u32(a >> u32(20)) & u32(1))) >> u32(20)) - u32(120 << 3))
-    # Below 2^-6 E4M3 values are 2^-9 apart, as float32 values are around 2^14: adding 2^14 rounds to them.
-    tiny = u32(f32(a.view(f32) + f32(16384)).view(u32) - u32(0x46800000))
-    return u8(min(tiny if a < u32(0x3C800000) else normal, u32(0x7E)) | u32(u32(signed >> u32(24)) & u32(0x80)))
-
-
-@nb.njit(error_model="numpy")
-def e4m3_value(value):
-    """Return the nearest E4M3 value of a float32 value, by the arithmetic of `emulate.round_to_e4m3`."""
-    v = f32(min(max(f32(value), f32(-448)), f32(448)))
-    exponent = max(u32(v.view(u32) & u32(0x7F800000)), u32(121 << 23))
-    magic = f32(u32(exponent + u32(20 << 23)).view(f32) * f32(1.5))
-    magnitude = u32(f32(f32(v + magic) - magic).view(u32) & u32(0x7FFFFFFF))
-    return u32(magnitude | u32(f32(value).view(u32) & u32(0x80000000))).view(f32)
 
 
 @jit
@@ -238,27 +135,6 @@ def shift_row(x, shifts, out):
         out[k] = e4m3_by_shift(x[k], shifts[k])
 
 
-@intrinsic
-def prefetch_line(typing, address):
-    """Prefetch the cache line at an address; an invalid address does no harm."""
-
-    def code(context, builder, signature, arguments):
-        byte_pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, flag, flag, flag])
-        function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        to_read, close, data = flag(0), flag(3), flag(1)
-        builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), to_read, close, data])
-        return context.get_dummy_value()
-
-    return nb.void(nb.intp), code
-
-
-@jit
-def prefetch(address, nbytes):
-    for line in range(address, address + nbytes, 64):
-        prefetch_line(line)
-
-
 @jit
 def quantize(x, layout, first, end, out, scale_inv, height, width, rule, largest, maxima, scales):
     """Quantize strips `first` to `end`, counted through all matrices.
@@ -270,8 +146,8 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, rule, largest
     scale_inv: output [E, strips, blocks]
     maxima, scales: scratch, one per column
     """
-    if (height, width) == (1, 128):
-        quantize_rows(x, layout, first, end, out, scale_inv, rule, largest, maxima, scales)
+    if height == 1:
+        quantize_lines(x, layout, first, end, out, scale_inv, width, rule, largest)
         return
     origin, matrix_stride, stride = layout
     row_bytes = len(scales) * x.itemsize
@@ -305,24 +181,34 @@ def maximum_of_128(values):
 
 
 @jit
-def quantize_rows(x, layout, first, end, out, scale_inv, rule, largest, maxima, scales):
-    """Quantize in 1x128 blocks: loops of a length that the compiler knows, and no scales to repeat."""
+def quantize_lines(x, layout, first, end, out, scale_inv, width, rule, largest):
+    """Quantize in blocks of one row: no scales to repeat, and loops of a length that the compiler knows."""
     origin, matrix_stride, stride = layout
-    whole, ragged = len(scales) // 128, len(scales) // 128 * 128
+    columns, blocks = out.shape[2], scale_inv.shape[2]
+    maxima, scales = np.empty(blocks, x.dtype), np.empty(blocks, f32)
+    whole = columns // 128 if width == 128 else 0
     for strip in range(first, end):
         matrix, row = divmod(strip, out.shape[1])
         start = origin + matrix * matrix_stride + row * stride
-        values, codes, inverses = x[start : start + len(scales)], out[matrix, row], scale_inv[matrix, row]
+        values, codes, inverses = x[start : start + columns], out[matrix, row], scale_inv[matrix, row]
         for j in range(whole):
             block, bytes_ = values[j * 128 : j * 128 + 128], codes[j * 128 : j * 128 + 128]
             scale = block_scale(maximum_of_128(block), rule, largest)
             inverses[j] = f32(1) / scale
             for k in range(128):
                 bytes_[k] = e4m3(float32(block[k]) * scale)
-        if ragged < len(scales):
-            rest = scales[ragged:]
-            strip_scales(x, start + ragged, 0, 1, 128, rule, largest, maxima[ragged:], rest, inverses[whole:])
-            convert_row(values[ragged:], rest, codes[ragged:])
+        if whole < blocks:
+            block_maxima(values[whole * 128 :], width, maxima[whole:])
+            block_scales(maxima[whole:], rule, largest, scales[whole:], inverses[whole:])
+        for j in range(whole, blocks):
+            scale, k, stop = scales[j], j * width, min(columns, j * width + width)
+            for _ in range((stop - k) // PIECE):
+                piece, bytes_ = values[k : k + PIECE], codes[k : k + PIECE]
+                for i in range(PIECE):
+                    bytes_[i] = e4m3(float32(piece[i]) * scale)
+                k += PIECE
+            for i in range(k, stop):
+                codes[i] = e4m3(float32(values[i]) * scale)
 
 
 @jit
@@ -331,43 +217,59 @@ def quantize_dequantize(x, layout, first, end, out, height, width, rule, largest
 
     out: output, bits [E, N, K] of the values, int16 for bfloat16 or int32 for float32
     """
+    if height == 1:
+        round_trip_lines(x, layout, first, end, out, width, rule, largest)
+        return
     origin, matrix_stride, stride = layout
     inverses = np.empty(-(-len(scales) // width), f32)
     inverse_row = np.empty(len(scales), f32)
     strips = -(-out.shape[1] // height)
-    whole = len(scales) // 128 if (height, width) == (1, 128) else 0
-    ragged = whole * 128
     for strip in range(first, end):
         matrix, i = divmod(strip, strips)
         top, bottom = i * height, min(out.shape[1], i * height + height)
         start = origin + matrix * matrix_stride + top * stride
-        for j in range(whole):
-            values = x[start + j * 128 : start + j * 128 + 128]
-            codes = out[matrix, top][j * 128 : j * 128 + 128]
-            scale = block_scale(maximum_of_128(values), rule, largest)
-            inverse = f32(1) / scale
-            for k in range(128):
-                codes[k] = round_like(e4m3_value(float32(values[k]) * scale) * inverse, codes[k])
-        if ragged < len(scales):
-            start += ragged
-            rest, rest_inverses = scales[ragged:], inverse_row[ragged:]
-            strip_scales(x, start, stride, bottom - top, width, rule, largest, maxima[ragged:], rest, inverses[whole:])
-            repeat_inverses(inverses[whole:], width, rest_inverses)
-            for row in range(top, bottom):
-                round_trip_row(x[start : start + len(rest)], rest, rest_inverses, out[matrix, row][ragged:])
-                start += stride
-
-
-@jit
-def repeat_inverses(inverses, width, columns):
-    for first in range(0, len(columns), width):
-        columns[first : first + width] = inverses[first // width]
+        strip_scales(x, start, stride, bottom - top, width, rule, largest, maxima, scales, inverses)
+        repeat(inverses, width, inverse_row)
+        for row in range(top, bottom):
+            round_trip_row(x[start : start + len(scales)], scales, inverse_row, out[matrix, row])
+            start += stride
 
 
 @jit
 def round_trip_row(x, scales, inverses, out):
     for k in range(len(x)):
         out[k] = round_like(e4m3_value(float32(x[k]) * scales[k]) * inverses[k], out[k])
+
+
+@jit
+def round_trip_lines(x, layout, first, end, out, width, rule, largest):
+    """Compute the values that `quantize_lines` stores."""
+    origin, matrix_stride, stride = layout
+    columns, blocks = out.shape[2], -(-out.shape[2] // width)
+    maxima, scales, inverses = np.empty(blocks, x.dtype), np.empty(blocks, f32), np.empty(blocks, f32)
+    whole = columns // 128 if width == 128 else 0
+    for strip in range(first, end):
+        matrix, row = divmod(strip, out.shape[1])
+        start = origin + matrix * matrix_stride + row * stride
+        values, bits = x[start : start + columns], out[matrix, row]
+        for j in range(whole):
+            block, results = values[j * 128 : j * 128 + 128], bits[j * 128 : j * 128 + 128]
+            scale = block_scale(maximum_of_128(block), rule, largest)
+            inverse = f32(1) / scale
+            for k in range(128):
+                results[k] = round_like(e4m3_value(float32(block[k]) * scale) * inverse, results[k])
+        if whole < blocks:
+            block_maxima(values[whole * 128 :], width, maxima[whole:])
+            block_scales(maxima[whole:], rule, largest, scales[whole:], inverses[whole:])
+        for j in range(whole, blocks):
+            scale, inverse, k, stop = scales[j], inverses[j], j * width, min(columns, j * width + width)
+            for _ in range((stop - k) // PIECE):
+                piece, results = values[k : k + PIECE], bits[k : k + PIECE]
+                for i in range(PIECE):
+                    results[i] = round_like(e4m3_value(float32(piece[i]) * scale) * inverse, results[i])
+                k += PIECE
+            for i in range(k, stop):
+                bits[i] = round_like(e4m3_value(float32(values[i]) * scale) * inverse, bits[i])
 
 
 @intrinsic

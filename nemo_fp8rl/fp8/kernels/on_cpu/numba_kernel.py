@@ -1,10 +1,5 @@
-"""The `cpu` kernel: the FP8 contract at memory speed on a CPU. This module divides the work; `loops` does it.
+"""The `cpu` kernel: the contract of E4M3 at memory speed on a CPU. `strips` divides the work; `loops` does it."""
 
-Each of torch.get_num_threads() threads gets neighbouring strips (rows of blocks), counted through all matrices of a
-stack. Input is read in place; float16, and rows that are not contiguous, are copied a few strips at a time.
-"""
-
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +8,12 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
-from nemo_fp8rl.fp8.kernels.on_cpu import loops
-from nemo_fp8rl.fp8.kernels.on_cpu.threads import run_in_threads
+from nemo_fp8rl.fp8.kernels.on_cpu import loops, scales
+from nemo_fp8rl.fp8.kernels.on_cpu.strips import bits_of, first_row, run_on_strips, views
 from nemo_fp8rl.fp8.names import Block, ScaleRule
 
 LARGEST = {dtype: np.float32(torch.finfo(dtype).max) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-RULES = {"fp32": loops.FP32, "pow2": loops.POW2, "e8m0": loops.E8M0}
-PIECE_VALUES = 1 << 20
-"""Values copied at a time where x cannot be read in place."""
-THREAD_VALUES = 1 << 23
-"""Values below which a second thread costs more than it gains, on machines where waking a thread takes long."""
+RULES = {"fp32": scales.FP32, "pow2": scales.POW2, "e8m0": scales.E8M0}
 CHUNK_ENTRIES = 1 << 17
 """Entries of a delta that a thread records before it stores them as a part."""
 
@@ -34,10 +25,10 @@ def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: 
 
     def work(first: int, end: int) -> None:
         arguments, out = _loop_arguments(x, block, rule), (data.view(torch.uint8).numpy(), contiguous.numpy())
-        for strips in _views(x, block, first, end):
+        for strips in views(x, block, first, end):
             loops.quantize(*strips, *out, *arguments)
 
-    _run_on_strips(work, x, block)
+    run_on_strips(work, x, block)
     if contiguous is not scale_inv:
         scale_inv.copy_(contiguous)
 
@@ -56,9 +47,9 @@ def quantize_delta(
 
     def work(first: int, end: int) -> "Recording":
         arguments, out = _loop_arguments(x, block, rule), (data.view(torch.uint8).numpy(), scale_inv.numpy())
-        recording = Recording.from_position(_first_row(x, block, first) * x.size(2), x)
-        for memory, layout, a, b in _views(x, block, first, end):
-            row, bottom = _first_row(x, block, a), _first_row(x, block, b)
+        recording = Recording.from_position(first_row(x, block, first) * x.size(2), x)
+        for memory, layout, a, b in views(x, block, first, end):
+            row, bottom = first_row(x, block, a), first_row(x, block, b)
             while row < bottom and recording.changes <= limit:
                 row = loops.quantize_delta(memory, layout, row, bottom, *out, *arguments, *recording.arrays)
                 recording.store_part()
@@ -66,7 +57,7 @@ def quantize_delta(
                 loops.quantize(memory, layout, a, b, *out, *arguments)
         return recording
 
-    recordings = _run_on_strips(work, x, block)
+    recordings = run_on_strips(work, x, block)
     if sum(recording.changes for recording in recordings) > limit:
         return None
     return _join(recordings, x.numel())
@@ -79,55 +70,11 @@ def quantize_dequantize(x: Tensor, block: Block, rule: ScaleRule, dtype: torch.d
 
     def work(first: int, end: int) -> None:
         arguments = _loop_arguments(x, block, rule)
-        for strips in _views(x, block, first, end):
-            loops.quantize_dequantize(*strips, _bits(out), *arguments)
+        for strips in views(x, block, first, end):
+            loops.quantize_dequantize(*strips, bits_of(out), *arguments)
 
-    _run_on_strips(work, x, block)
+    run_on_strips(work, x, block)
     return out[0].to(dtype)
-
-
-StripsView = tuple[np.ndarray, tuple[int, int, int], int, int]
-"""Flat memory; the layout in it (origin, stride of matrices, stride of rows); first and end of the strips in it."""
-
-
-def _views(x: Tensor, block: Block, first: int, end: int) -> Iterator[StripsView]:
-    """Yield strips `first` to `end` of x: in place if each row is contiguous, else as copies of a few strips."""
-    (_, rows, columns), (matrix, row, column) = x.shape, x.stride()
-    if column == 1 and x.dtype is not torch.float16:
-        extent = 1 + (x.size(0) - 1) * matrix + (rows - 1) * row + columns - 1
-        yield _bits(x.as_strided((extent,), (1,))), (0, matrix, row), first, end
-        return
-    while first < end:
-        expert, strip = divmod(first, _strips(x, block))
-        count = min(max(1, PIECE_VALUES // (block[0] * columns)), end - first, _strips(x, block) - strip)
-        top = strip * block[0]
-        part = x[expert, top : top + count * block[0]]
-        part = part.contiguous() if x.dtype is not torch.float16 else part.float().contiguous()
-        origin = -(expert * rows + top) * columns
-        yield _bits(part.view(-1)), (origin, rows * columns, columns), first, first + count
-        first += count
-
-
-def _bits(values: Tensor) -> np.ndarray:
-    """Return the bits of the values: int16 for bfloat16, int32 for float32."""
-    return values.view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
-
-
-def _strips(x: Tensor, block: Block) -> int:
-    """Return the number of strips in one matrix of x [E, N, K]."""
-    return -(-x.size(1) // block[0])
-
-
-def _first_row(x: Tensor, block: Block, strip: int) -> int:
-    """Return the first row of a strip; rows and strips are counted through all matrices."""
-    matrix, strip_in_matrix = divmod(strip, _strips(x, block))
-    return matrix * x.size(1) + strip_in_matrix * block[0]
-
-
-def _run_on_strips(work: Callable[[int, int], Any], x: Tensor, block: Block) -> list[Any]:
-    """Return the results of `work(first, end)` on neighbouring shares of all strips, in their order."""
-    strips = x.size(0) * _strips(x, block) if x.size(2) else 0
-    return run_in_threads(work, strips, min(torch.get_num_threads(), 1 + x.numel() // THREAD_VALUES))
 
 
 def _loop_arguments(x: Tensor, block: Block, rule: ScaleRule) -> tuple[Any, ...]:
