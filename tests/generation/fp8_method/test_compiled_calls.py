@@ -8,7 +8,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from nemo_fp8rl.fp8 import BLOCK, LinearRecipe, quantize_blockwise
+from nemo_fp8rl.fp8 import BLOCK, FP8, LinearRecipe, quantize_blockwise
 from nemo_fp8rl.generation.fp8_method.on_cpu import compiled_calls
 from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import EmulatedMoEMethod
 from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_linear import EmulatedLinearMethod
@@ -50,7 +50,7 @@ class Experts(nn.Module):
         parallel = SimpleNamespace(tp_size=1, ep_size=1)
         self.moe_config, self.expert_map = SimpleNamespace(moe_parallel_config=parallel), None
         self.quant_method = method = object.__new__(EmulatedMoEMethod)
-        method.scale_format, method.capture = "pow2", None
+        method.recipe, method.format, method.capture = LinearRecipe(), FP8, None
         method.create_weights(self, EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16)
         self.store(seed=1)
 
