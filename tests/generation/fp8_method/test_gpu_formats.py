@@ -191,9 +191,10 @@ def test_what_has_no_kernel_is_refused_or_goes_to_marlin(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         assert choice.gpu_methods(LinearRecipe(MXFP8))[0] is MarlinLinearMethod
     assert "Marlin multiplies mxfp8, with activations that were rounded before: requires FlashInfer" in caplog.text
-    with pytest.raises(ValueError, match=r"fp32 with activations in nvfp4 .*set nemo_fp8rl\.scale_format=pow2"):
-        choice.gpu_methods(LinearRecipe(NVFP4, "fp32"))
-    assert choice.gpu_methods(LinearRecipe(NVFP4_A16, "fp32"))[0] is MarlinLinearMethod
+    for format in (NVFP4, NVFP4_A16):
+        with pytest.raises(ValueError, match=rf"fp32 with {format.name} .*set nemo_fp8rl\.scale_format=pow2"):
+            choice.gpu_methods(LinearRecipe(format, "fp32"))
+    assert choice.gpu_methods(LinearRecipe(NVFP4_A16))[0] is MarlinLinearMethod
     with pytest.raises(ValueError, match=r"take bfloat16, not torch\.float16; set policy\.precision=bfloat16"):
         marlin_linear.check_activations(torch.float16)
     for kind, format, shape, reason in (

@@ -27,10 +27,10 @@ def gpu_methods(recipe: LinearRecipe) -> tuple[type[QuantizedLinearMethod], type
             "nemo_fp8rl.flow=fp8_e2e"
         )
     format, is_fp4 = recipe.format, recipe.format.element == "e2m1"
-    if is_fp4 and format.token_block is not None and recipe.scale_format != "pow2":
+    if is_fp4 and recipe.scale_format != "pow2":  # Marlin would lose blocks of small scales, which pow2 flushes
         raise ValueError(
-            f"nemo_fp8rl.scale_format={recipe.scale_format} with activations in {format.name} has no kernel on a GPU "
-            "that multiplies the trainer's numbers; set nemo_fp8rl.scale_format=pow2, or a flow of nvfp4_a16"
+            f"nemo_fp8rl.scale_format={recipe.scale_format} with {format.name} has no kernel on a GPU that multiplies "
+            "the trainer's numbers; set nemo_fp8rl.scale_format=pow2"
         )
     from nemo_fp8rl.generation.fp8_method.gpu_formats.marlin_experts import MarlinMoEMethod
     from nemo_fp8rl.generation.fp8_method.gpu_formats.marlin_linear import MarlinLinearMethod
