@@ -244,6 +244,16 @@ def test_training_in_fp4_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers
     assert record["backward"] == f"{parts}, activations clamped at quantile 0.97"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("flow", ["mxfp8_e2e", "nvfp4_e2e", "nvfp4_a16_e2e"])
+def test_two_ranks_that_share_each_matrix_train_an_engine_of_one(warm_overrides, tmp_path, flow):
+    """Each rank quantizes its part of a matrix, and the engine has the bytes of the whole."""
+    ranks = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+    keys = (*warm_overrides, *ranks, f"nemo_fp8rl.flow={flow}", "grpo.max_num_steps=2", "grpo.val_period=0")
+    assert train(load(RECIPES / "tiny_cpu.yaml", [*keys, f"logger.log_dir={tmp_path}/run"]))
+    assert all(row["train/token_mult_prob_error"] < ALIGNED for row in read(tmp_path / "run")[1:])
+
+
 @pytest.mark.parametrize("key", ["sleep_level=2", pytest.param("async_engine=true", marks=pytest.mark.long)])
 def test_where_engines_run_and_whether_they_sleep_changes_no_number(uninterrupted, warm_overrides, tmp_path, key):
     overrides = (*LONGER, f"logger.log_dir={tmp_path}/run", f"policy.generation.vllm_cfg.{key}")
