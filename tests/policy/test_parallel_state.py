@@ -12,7 +12,8 @@ from nemo_fp8rl.batch import split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import Region, full_region
-from nemo_fp8rl.fp8 import scale_name
+from nemo_fp8rl.fp8 import FP8, scale_name
+from nemo_fp8rl.fp8.block_scaled import E4M3
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
@@ -201,7 +202,10 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     two.setup(model.cfg(layout))
     holdings, domains = zip(*two.call("open_refit", "nearest", TOKEN), strict=True)
     sources = Sources(holdings, domains)
-    everything = {name: TensorPart.of(name, expected[name].dtype, shape) for name, shape in model.shapes.items()}
+    everything = {
+        name: TensorPart.of(name, FP8 if expected[name].dtype is E4M3 else expected[name].dtype, shape)
+        for name, shape in model.shapes.items()
+    }
     planned, capacities = plan(sources, [list(everything.values())], 1 << 16, domains=[[domain()]])
     offers = [(0, [to_sink], sizes) for (to_sink,), sizes in zip(planned, capacities, strict=True)]
     addresses = two.on((0, 1), "offer", offers)
