@@ -45,16 +45,19 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def measure(folder: Path, flow: str, steps: int, seeds: int) -> dict[str, Any]:
     """Return what runs of a flow measured; accuracy as (mean, half of the 95 % interval)."""
-    rows: list[dict[str, float]] = []
+    rows, refits = list[dict[str, float]](), list[dict[str, float]]()
     accuracies = []
     for seed in range(seeds):
         run = folder / f"{flow}_{seed}"
         found = train(folder, run, "add", flow, steps, "nemo_fp8rl.refit.mode=delta", f"grpo.seed={seed}")
         rows += [row for row in found if row["step"] > 0]
+        refits += [row for row in found if "refit/delta" in row]
         accuracies.append([row["validation/accuracy"] for row in found if "validation/accuracy" in row][-1])
 
     def wire(is_delta: float) -> float:
-        return fmean([row["refit/wire_over_bf16"] for row in rows if row["refit/delta"] == is_delta] or [float("nan")])
+        return fmean(
+            [row["refit/wire_over_bf16"] for row in refits if row["refit/delta"] == is_delta] or [float("nan")]
+        )
 
     spread = interval(accuracies)
     return {

@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
+from nemo_fp8rl.fp8 import FORMATS
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content, Encoding
@@ -105,7 +106,8 @@ class Header:
 def _decode_entry(
     name: object, dtype: object, shape: list[int], rows: list[int], encoding: Encoding, nbytes: object, digest: object
 ) -> Entry:
-    if encoding not in ("full", "delta") or not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+    known = str(dtype) in FORMATS or isinstance(getattr(torch, str(dtype), None), torch.dtype)
+    if encoding not in ("full", "delta") or not known:
         raise ValueError(f"an unknown encoding or dtype of {name}")
     start, end = map(int, rows)
     sizes = tuple(map(int, shape))
