@@ -12,7 +12,6 @@ A library that is not installed is one line, and not a failure. Each section has
 what is over. --dry-run has tiny sizes, on a CPU with Triton's interpreter.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -20,28 +19,21 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.interpreted import prepare
+from benchmarks.gpu.sections import parse, run
 
 SECTIONS = {"fp8": 0.4, "operations": 0.15, "attention": 0.2, "bf16": 0.15, "experts": 0.1}
 """With their shares of the time, the most important first."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300, help="time limit")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS])
-    parser.add_argument("--rounds", type=int, default=10, help="calls of which the time is the median")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
-    dry_run, rounds = arguments.dry_run, 1 if arguments.dry_run else arguments.rounds
-    if dry_run:
+    arguments = parse(__doc__, SECTIONS, seconds=300)
+    if arguments.dry_run:
         prepare()
     import torch
 
-    if not dry_run and not torch.cuda.is_available():
-        parser.error("there is no GPU; --dry-run has tiny sizes on a CPU")
+    if not arguments.dry_run and not torch.cuda.is_available():
+        arguments.refuse("there is no GPU; --dry-run has tiny sizes on a CPU")
     from benchmarks.gpu import attention_bits, expert_bits, linear_bits, operation_bits
-    from benchmarks.gpu.report import Report, versions
 
     compare = {
         "fp8": linear_bits.compare_fp8,
@@ -50,16 +42,7 @@ def main() -> int:
         "bf16": linear_bits.compare_bf16,
         "experts": expert_bits.compare,
     }
-    report = Report(arguments.seconds)
-    print(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, Triton's interpreter", versions())
-    chosen = [name for name in SECTIONS if name in arguments.sections]
-    for i, name in enumerate(chosen):
-        share = SECTIONS[name] / sum(SECTIONS[other] for other in chosen[i:])
-        with report.section(name, report.seconds_left() * share), torch.set_grad_enabled(name == "attention"):
-            compare[name](report, dry_run, rounds)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return report.close(arguments.json)
+    return run(arguments, SECTIONS, compare, "CPU, Triton's interpreter", with_gradients=("attention",))
 
 
 if __name__ == "__main__":

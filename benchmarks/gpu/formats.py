@@ -11,7 +11,6 @@ A GPU before Blackwell has Marlin alone: W4A16 as it is, the others with activat
 has tiny sizes on a CPU; in `linear` and `refit` the kernels are then the fakes of the tests.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -28,7 +27,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.report import DEVICE, Report, equal_share, milliseconds, percent, relative_error, versions
+from benchmarks.gpu.report import DEVICE, Report, equal_share, milliseconds, percent, relative_error
+from benchmarks.gpu.sections import parse, run
 from nemo_fp8rl.fp8 import FLOW_FORMATS, BlockScaled, Format, LinearRecipe, encode_scale, fprop, quantize_blockwise
 
 SECTIONS = {"linear": 0.3, "refit": 0.2, "rollout": 0.5}
@@ -182,32 +182,16 @@ COMPARE = {"linear": compare_linear, "refit": compare_refit, "rollout": compare_
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=480, help="time limit")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS])
-    parser.add_argument("--rounds", type=int, default=10, help="calls of which the time is the median")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
-    dry_run, rounds = arguments.dry_run, 1 if arguments.dry_run else arguments.rounds
-    if not dry_run and not torch.cuda.is_available():
-        parser.error("there is no GPU; --dry-run has tiny sizes on a CPU")
-    if dry_run:
+    arguments = parse(__doc__, SECTIONS, seconds=480)
+    if not arguments.dry_run and not torch.cuda.is_available():
+        arguments.refuse("there is no GPU; --dry-run has tiny sizes on a CPU")
+    if arguments.dry_run:
         import pytest
 
         from tests.generation.fp8_method.fake_marlin import use_fakes
 
         use_fakes(pytest.MonkeyPatch())
-    report = Report(arguments.seconds)
-    print(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, fakes of the kernels", versions())
-    chosen = [name for name in SECTIONS if name in arguments.sections]
-    for i, name in enumerate(chosen):
-        share = SECTIONS[name] / sum(SECTIONS[other] for other in chosen[i:])
-        with report.section(name, report.seconds_left() * share), torch.no_grad():
-            COMPARE[name](report, dry_run, rounds)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return report.close(arguments.json)
+    return run(arguments, SECTIONS, COMPARE, "CPU, fakes of the kernels")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ Flow = Literal[
     "nvfp4_a16_rollout",
     "nvfp4_a16_e2e",
 ]
-"""What is quantized, in which format: nothing, the engine alone (rollout), or engine and trainer (e2e)."""
+"""The format, and the sides that quantize in it: the engine alone (rollout), or engine and trainer (e2e)."""
 SAME_BYTES = MayChange("engines end with the same bytes")
 
 
@@ -82,7 +82,7 @@ class Fp8RlConfig(Block):
     """Blocks of MXFP8 and NVFP4 weights. square: 32x32 and 16x16, the same bytes forward and backward. line: 1x32 and
     1x16, as libraries quantize for engines alone."""
     backward: Annotated[Literal["auto"] | Backward, EarlierRuns("auto")] = "auto"
-    """What gradients' matmuls multiply. native: operands quantized for them; dequantized: the forward's, with gradients
+    """Operands of the gradients' matmuls. native: operands quantized for them; dequantized: the forward's, with gradients
     in high precision; high_precision: nothing quantized. auto is native for fp8 and mxfp8, dequantized for nvfp4."""
     fp4: Fp4Config = field(default_factory=Fp4Config)
     kv: Literal["unified", "rollout"] = "unified"

@@ -87,15 +87,16 @@ def e8m0_of(scale_inv: Tensor) -> Tensor:
     return (scale_inv.view(torch.int32) >> 23).to(torch.uint8)
 
 
-def e2m1_table(device: torch.device) -> Tensor:
-    """Return the values of the codes 0 to 15, float32."""
-    return torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float32, device=device)
-
-
 def e2m1_values(packed: Tensor) -> Tensor:
     """Return the values, float32 [..., K], of E2M1 codes that are packed in uint8 [..., K/2]."""
-    values = e2m1_table(packed.device)
-    return torch.stack([values[(packed & 15).int()], values[(packed >> 4).int()]], -1).flatten(-2)
+    return e2m1_decode(torch.stack([packed & 15, packed >> 4], -1).flatten(-2))
+
+
+def e2m1_decode(codes: Tensor) -> Tensor:
+    """Return the values, float32, of E2M1 codes 0 to 15, uint8. It needs no table, which no CUDA graph could make."""
+    magnitude = (codes & 7).int()
+    normal = ((magnitude << 22) + 0x3F000000).view(torch.float32)  # from 1.0 on; 0.5 is the only subnormal
+    return torch.where(magnitude < 2, magnitude * 0.5, normal) * (1.0 - 2.0 * (codes >> 3).float())
 
 
 def empty_block_scaled(shape: tuple[int, ...], format: Format, block: Block, device: torch.device) -> "BlockScaled":

@@ -33,7 +33,7 @@ from nemo_fp8rl.fp8.fp4_training.outliers import split_outliers
 from nemo_fp8rl.fp8.fp4_training.random_bits import CallBits, LayerBits
 from nemo_fp8rl.fp8.fp4_training.stochastic_rounding import fake_quantize_stochastically
 from nemo_fp8rl.fp8.names import Backward, Block, Estimator, ScaleFormat
-from nemo_fp8rl.fp8.quantize import encode_scale, fake_quantize, fake_quantize_tokens
+from nemo_fp8rl.fp8.quantize import encode_scale, fake_quantize, fake_quantize_tokens, largest_magnitude
 
 DGRAD, WGRAD = range(2)
 """The uses of a gradient, which round it by different draws."""
@@ -122,7 +122,7 @@ class LinearRecipe:
 
     def slope(self, w: Tensor, encode: Tensor | None) -> Tensor:
         """Return the estimated slope of the rounding of a weight [N, K], float32."""
-        encode = encode_scale(w.abs().amax(), self.scale_format) if encode is None else encode
+        encode = encode_scale(largest_magnitude(w), self.scale_format) if encode is None else encode
         return weight_slope(w, self.format.weight_block, encode, self.scale_format == "pow2")
 
     def _weight_values(self, w: Tensor, block: Block, dtype: torch.dtype, encode: Tensor | None) -> Tensor:
@@ -139,7 +139,7 @@ class LinearRecipe:
     def _quantize(self, x: Tensor, block: Block, dtype: torch.dtype, bits: CallBits | None, use: int) -> Tensor:
         if bits is None or not x.numel():
             return fake_quantize(x, format=self.format, block=block, scale_format=self.scale_format, dtype=dtype)
-        encode = encode_scale(x.abs().amax(), self.scale_format)
+        encode = encode_scale(largest_magnitude(x), self.scale_format)
         return fake_quantize_stochastically(x, block, encode, bits.draw(use, tuple(x.shape), x.device), dtype)
 
 
@@ -249,4 +249,4 @@ class QuantizedLinear(torch.autograd.Function):
         dw = columns.t() @ x
         if estimated_weight is not None:
             dw = dw.float() * recipe.slope(estimated_weight, encode)
-        return dx, dw.to(ctx.dtypes[1]), None, None, None, None
+        return dx, dw.to(ctx.dtypes[1]), *(None for _ in ctx.needs_input_grad[2:])

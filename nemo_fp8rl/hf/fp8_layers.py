@@ -80,11 +80,11 @@ def check_block_alignment(hf: HfConfig, layers: Fp8Layers, flow: str, format: Fo
     for word, name, size in unaligned:
         below = size // block * block
         fits = " and ".join(str(nearest) for nearest in (below, below + block) if nearest)
-        kept = f"keep that in bfloat16 by {IGNORED}=[{word}], or " if word else ""
+        exclusion = f"keep that in bfloat16 by {IGNORED}=[{word}], or " if word else ""
         raise UserError(
             f"nemo_fp8rl.flow={flow} cannot run this model: its {name}={size}{layer_suffix(name)} is not a multiple "
             f"of {block} (nearest sizes that fit: {fits}), so trainer and engine would not quantize the same "
-            f"blocks; {kept}use nemo_fp8rl.flow=bf16"
+            f"blocks; {exclusion}use nemo_fp8rl.flow=bf16"
         )
 
 

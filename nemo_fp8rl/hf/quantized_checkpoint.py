@@ -104,11 +104,11 @@ def _check_global_scales(scales: Mapping[str, tuple[Path, float]]) -> None:
     for name, (path, _) in scales.items():
         for parts in FUSED:
             prefix, first, suffix = name.rpartition(parts[0])
-            fused = {prefix + part: scales.get(prefix + part + suffix) for part in parts} if first else {}
-            values = {part: found[1] for part, found in fused.items() if found}
+            names = {prefix + part: prefix + part + suffix for part in parts} if first else {}
+            values = {part: scales[whole][1] for part, whole in names.items() if whole in scales}
             if len(set(values.values())) > 1:
-                said = ", ".join(f"{part} {value:g}" for part, value in values.items())
+                listing = ", ".join(f"{part} {value:g}" for part, value in values.items())
                 raise UserError(
-                    f"{path}: NVFP4 with different global scales in one fused layer ({said}), of which vLLM takes the "
+                    f"{path}: NVFP4 with different global scales in one fused layer ({listing}), of which vLLM takes the "
                     f"largest for all, without quantizing again; {FIX}"
                 )

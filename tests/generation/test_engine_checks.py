@@ -1,4 +1,4 @@
-"""Whether a GPU runs a recipe's number format, asked before anything is loaded; the GPU is a pretended one."""
+"""The check that a GPU runs a recipe's number format, before anything is loaded; the GPU is a fake."""
 
 from contextlib import nullcontext
 

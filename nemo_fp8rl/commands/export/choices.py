@@ -1,4 +1,4 @@
-"""What `nemo-fp8rl export` quantizes and how: as the options say, and else as the run did that made the checkpoint."""
+"""The choices of an export: those of the options, and where an option is left out, those of the checkpoint's run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

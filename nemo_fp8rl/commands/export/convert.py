@@ -66,8 +66,8 @@ def export(
     """
     output = Path(os.path.abspath(output))
     check_output(output)
-    kept = num_first_layers_in_bf16, num_last_layers_in_bf16, ignored_layer_kws
-    choices = choose(checkpoint, format, scale_format, weight_block, *kept)
+    bf16_layers = num_first_layers_in_bf16, num_last_layers_in_bf16, ignored_layer_kws
+    choices = choose(checkpoint, format, scale_format, weight_block, *bf16_layers)
     if not (checkpoint / "config.json").is_file():
         raise UserError(
             f"--checkpoint {checkpoint} has no config.json; give an HF checkpoint folder{checkpoint_hint(checkpoint)}"

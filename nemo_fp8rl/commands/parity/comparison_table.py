@@ -229,7 +229,9 @@ def _in_order(installed: list[Implementation]) -> Iterator[Implementation]:
     """Yield every formula, followed by the libraries that implement it."""
     for formula in FORMULAS:
         yield formula
-        yield from (made for made in installed if made.formula == formula.name and made.format == formula.format)
+        yield from (
+            library for library in installed if (library.formula, library.format) == (formula.name, formula.format)
+        )
 
 
 def _row(

@@ -19,7 +19,7 @@ LINES = with_lines(NVFP4)
 LARGEST = E2M1_MAX * E4M3_MAX
 SMALLEST_E4M3 = 2.0**-9
 COMPRESSED_TENSORS_EPS = 0.125
-"""What compressed-tensors takes for a block scale of zero."""
+"""The block scale of compressed-tensors in the place of zero."""
 
 
 def encode_factor(x: Tensor, scale_format: ScaleFormat) -> Tensor:

@@ -1,1 +1,1 @@
-"""What training in FP4 adds to the quantizer: Hadamard transform, stochastic rounding, gradient estimator, outliers."""
+"""The parts that training in FP4 adds to the quantizer: Hadamard transform, stochastic rounding, gradient estimator, outliers."""

@@ -187,7 +187,9 @@ class QuantizedMoEMethod(MoEMethod):
                 of_parts = torch.ones(num_experts, 2 if name == "w13" else 1, dtype=torch.float32)
                 tensors.append((self.format.global_name(weight), of_parts, _scale_kind("TENSOR")))
                 if self.has_input_scale:
-                    tensors.append((f"{name}_input_scale", torch.ones(num_experts), _scale_kind("TENSOR")))
+                    tensors.append(
+                        (f"{name}_input_scale", torch.ones(num_experts, dtype=torch.float32), _scale_kind("TENSOR"))
+                    )
             for leaf, data, more in tensors:
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(leaf, parameter)

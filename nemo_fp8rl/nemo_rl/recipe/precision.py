@@ -114,11 +114,11 @@ def read_precision(policy: Mapping[str, Any]) -> Precision:
     vllm = generation.get("vllm_cfg") or {}
     trainer, engine = _trainer_format(policy, megatron), _engine_format(generation, vllm)
     if trainer and trainer != engine:
-        name, asked, wanted = SPELLINGS[trainer]
+        name, trainer_keys, fix = SPELLINGS[trainer]
         bf16 = "another precision", "", f"{VLLM_CFG}.precision={vllm.get('precision')}"
-        sampled, _, other = SPELLINGS[engine] if engine else bf16
+        engine_name, _, engine_keys = SPELLINGS[engine] if engine else bf16
         raise UserError(
-            f"{asked} trains in {name} and {other} samples in {sampled}; set {wanted}, or "
+            f"{trainer_keys} trains in {name} and {engine_keys} samples in {engine_name}; set {fix}, or "
             f"{BF16_TRAINER.get(trainer, f'{FP8_CFG}.enabled=false')}"
         )
     _check_engine(vllm, engine in RECIPES.values())
@@ -191,8 +191,8 @@ def _is_on(block: Any) -> bool:
 def _trainer_format(policy: Mapping[str, Any], megatron: Mapping[str, Any]) -> str:
     """Return the format in which the trainer multiplies, "" for bfloat16."""
     fp8, fp4, model_opt = megatron.get("fp8_cfg") or {}, megatron.get("fp4_cfg") or {}, policy.get("quant_cfg")
-    chosen = (f"{FP8_CFG}.enabled=true", _is_on(fp8)), (f"{FP4_CFG}.enabled=true", _is_on(fp4))
-    keys = [key for key, is_chosen in (*chosen, (f"policy.quant_cfg={model_opt}", model_opt)) if is_chosen]
+    switches = (f"{FP8_CFG}.enabled=true", _is_on(fp8)), (f"{FP4_CFG}.enabled=true", _is_on(fp4))
+    keys = [key for key, is_on in (*switches, (f"policy.quant_cfg={model_opt}", model_opt)) if is_on]
     if not keys:
         return ""
     if len(keys) > 1:
@@ -223,8 +223,8 @@ def _engine_format(generation: Mapping[str, Any], vllm: Mapping[str, Any]) -> st
     if vllm.get("is_mx") and not is_fp8:
         raise UserError(f"{VLLM_CFG}.is_mx=true is a form of {VLLM_CFG}.precision=fp8; set that, or is_mx=false")
     model_opt = generation.get("quant_cfg")
-    asked = (f"{VLLM_CFG}.precision=fp8", is_fp8), (f"{PER_TOKEN}.enabled=true", per_token)
-    keys = [key for key, is_asked in (*asked, (f"policy.generation.quant_cfg={model_opt}", model_opt)) if is_asked]
+    switches = (f"{VLLM_CFG}.precision=fp8", is_fp8), (f"{PER_TOKEN}.enabled=true", per_token)
+    keys = [key for key, is_on in (*switches, (f"policy.generation.quant_cfg={model_opt}", model_opt)) if is_on]
     if len(keys) > 1:
         raise UserError(f"{keys[0]} and {keys[1]} ask for two formats of the engine; remove one of them")
     if model_opt:

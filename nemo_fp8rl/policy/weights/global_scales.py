@@ -39,14 +39,14 @@ def headroom(scale_format: ScaleFormat) -> int:
 
 def read_scales(checkpoint: Path) -> dict[str, float]:
     """Return the factors of all ranks that saved, by HF name; empty if none did. Raises UserError."""
-    saved: dict[str, float] = {}
+    scales: dict[str, float] = {}
     path = checkpoint / FOLDER
     try:
         for file in path.glob("rank_*.json"):
-            saved |= {str(name): float(encode) for name, encode in json.loads(file.read_text()).items()}
+            scales |= {str(name): float(encode) for name, encode in json.loads(file.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error}); the checkpoint is not complete") from None
-    return saved
+    return scales
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class GlobalScales:
         self.matrices: dict[str, _Matrix] = {}
         if not (format.has_global and layers):
             return
-        modules, made = dict(model.named_modules()), dict[str, _Matrix]()
+        modules, by_parameter = dict(model.named_modules()), dict[str, _Matrix]()
         for hf_name, name in parameters_by_hf_name(layout, model).items():
             if layers.quantizes(hf_name) and hf_name.endswith(".weight"):
                 layer = modules[name.removesuffix(".weight")]
                 encode = getattr(layer, "weight_encode", None)
                 encode = torch.ones((), dtype=torch.float32, device=layer.weight.device) if encode is None else encode
-                self.matrices[hf_name] = made.setdefault(name, _Matrix(layer, encode))
+                self.matrices[hf_name] = by_parameter.setdefault(name, _Matrix(layer, encode))
 
     @torch.no_grad()
     def choose(self) -> None:
@@ -99,10 +99,10 @@ class GlobalScales:
         count = 0
         for matrices, amax in self._largest():
             encodes = torch.stack([matrix.encode for matrix in matrices])
-            outgrown = encode_scale(amax, "pow2") < encodes
-            if not outgrown.any():  # the only wait for a GPU
+            is_too_large = encode_scale(amax, "pow2") < encodes
+            if not is_too_large.any():  # the only wait for a GPU
                 continue
-            for i in outgrown.nonzero()[:, 0].tolist():
+            for i in is_too_large.nonzero()[:, 0].tolist():
                 matrices[i].encode.copy_(encode_scale(amax[i], "pow2", HEADROOM))
                 name = next(name for name, matrix in self.matrices.items() if matrix is matrices[i])
                 logger.warning("the global scale of %s was raised to %g", name, 1 / float(matrices[i].encode))
@@ -135,11 +135,11 @@ class GlobalScales:
         """Read the scales of all ranks that saved. Raises UserError, as a resumed run needs those of its last step."""
         if not self.matrices:
             return
-        saved, path = read_scales(folder), folder / FOLDER
+        scales, path = read_scales(folder), folder / FOLDER
         for name, encode in self.encodes().items():
-            if not 0 < saved.get(name, 0.0) < math.inf:
+            if not 0 < scales.get(name, 0.0) < math.inf:
                 raise UserError(
                     f"{path} lacks the global scale of {name}: the checkpoint is of another nemo_fp8rl.flow, or not "
                     f"complete; start a new run with policy.model_name={folder}/weights"
                 )
-            encode.fill_(saved[name])
+            encode.fill_(scales[name])

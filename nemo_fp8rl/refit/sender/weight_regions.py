@@ -19,8 +19,8 @@ def cut_weight(weight: Tensor | BlockScaled, part: TensorPart, region: Region) -
     """
     if isinstance(weight, BlockScaled):
         assert weight.format.values_per_byte == 1, "no trainer stores weights in FP4"
-        shape, own = scale_shape(part.shape, weight.block), blocks_of(part.region, weight.format)
-        scales = TensorPart.of(part.name, torch.float32, shape, own)
+        shape, blocks = scale_shape(part.shape, weight.block), blocks_of(part.region, weight.format)
+        scales = TensorPart.of(part.name, torch.float32, shape, blocks)
         return BlockScaled(
             _cut_tensor(weight.data, part, region, weight.block[0]),
             _cut_tensor(weight.scale_inv, scales, blocks_of(region, weight.format), 1),
@@ -55,7 +55,7 @@ def as_block_scaled(values: Tensor, part: TensorPart, content: Content) -> Block
     whole = content.as_block_scaled(part)
     if values.dim() == content.data.dim():
         return whole
-    data_shape = whole.format.data_shape(tuple(values.shape)) if values.dtype.itemsize > 1 else values.shape
+    data_shape = whole.format.data_shape(tuple(values.shape))
     scales = whole.scale_inv.view(scale_shape(values.shape, whole.block))
     global_scale = None if whole.global_scale is None else whole.global_scale.repeat(values.size(0))
     return replace(whole, data=whole.data.view(data_shape), scale_inv=scales, global_scale=global_scale)

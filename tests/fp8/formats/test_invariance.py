@@ -1,4 +1,4 @@
-"""What does not change the values of MXFP8 and NVFP4, on which the agreement of trainer and engine rests."""
+"""Changes that leave the values of MXFP8 and NVFP4, on which the agreement of trainer and engine rests."""
 
 import pytest
 import torch

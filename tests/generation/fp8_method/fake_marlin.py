@@ -16,7 +16,7 @@ from nemo_fp8rl.fp8.formats import MXFP8
 
 MODULES = "nemo_fp8rl.generation.fp8_method.gpu_formats"
 BIAS = 2.0**126
-"""What Marlin's scales hold in excess, because it reads the exponent of E2M1 as one of bfloat16."""
+"""The factor by which Marlin's scales are larger, because it reads the exponent of E2M1 as one of bfloat16."""
 
 
 def fake_repack(b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False) -> Tensor:

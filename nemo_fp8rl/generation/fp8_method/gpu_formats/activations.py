@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import FORMATS, MXFP8, quantize_blockwise, quantize_tokens_fp4
-from nemo_fp8rl.fp8.block_scaled import E4M3
+from nemo_fp8rl.fp8.block_scaled import E4M3, e2m1_values
 from nemo_fp8rl.generation.fp8_method.gpu_formats.derived import SWIZZLED_COLUMNS, SWIZZLED_ROWS, swizzle
 
 
@@ -15,7 +15,7 @@ def round_activations(x: Tensor, format: str) -> Tensor:
         return quantize_blockwise(x, format=MXFP8, block=MXFP8.token_block, check=False).dequantize(x.dtype)
     data, scale_inv, encode = quantize_tokens_fp4(x)
     scales = scale_inv.float() * torch.reciprocal(encode).unsqueeze(1)
-    return (_e2m1_values(data).unflatten(1, (-1, 16)) * scales.unsqueeze(2)).flatten(1).to(x.dtype)
+    return (e2m1_values(data).unflatten(1, (-1, 16)) * scales.unsqueeze(2)).flatten(1).to(x.dtype)
 
 
 @round_activations.register_fake
@@ -51,14 +51,6 @@ def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     m, k = x.shape
     scales = x.new_empty(_swizzled_shape(x, 16), dtype=E4M3)
     return x.new_empty((m, k // 2), dtype=torch.uint8), scales, x.new_empty((m, 1))
-
-
-def _e2m1_values(packed: Tensor) -> Tensor:
-    """Return the values, float32 [M, K], of codes in uint8 [M, K/2], without a table, which no CUDA graph can make."""
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    magnitude = (codes & 7).int()
-    of_normals = ((magnitude << 22) + 0x3F000000).view(torch.float32)  # from 1.0; the exponent of 0.5 is there
-    return torch.where(magnitude < 2, magnitude * 0.5, of_normals) * (1.0 - 2.0 * (codes >> 3).float())
 
 
 def _swizzled_shape(x: Tensor, block: int) -> tuple[int, int]:

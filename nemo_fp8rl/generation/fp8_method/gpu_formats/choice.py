@@ -41,10 +41,10 @@ def gpu_methods(recipe: LinearRecipe) -> tuple[type[QuantizedLinearMethod], type
 
     if is_fp4:
         load_fp4("auto", "cuda")
-        own, reason = blackwell_linear.BlackwellNvfp4LinearMethod, blackwell_linear.why_no_nvfp4()
+        native, reason = blackwell_linear.BlackwellNvfp4LinearMethod, blackwell_linear.why_no_nvfp4()
     else:
-        own, reason = blackwell_linear.BlackwellMxfp8LinearMethod, blackwell_linear.why_no_mxfp8()
+        native, reason = blackwell_linear.BlackwellMxfp8LinearMethod, blackwell_linear.why_no_mxfp8()
     if not reason:
-        return own, MarlinMoEMethod
+        return native, MarlinMoEMethod
     logger.info("Marlin multiplies %s, with activations that were rounded before: %s", format.name, reason)
     return MarlinLinearMethod, MarlinMoEMethod

@@ -12,7 +12,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, ScaleFormat, quantize_blockwise
-from nemo_fp8rl.fp8.fp4_training.random_bits import LayerBits
 from nemo_fp8rl.fp8.linear import LinearRecipe, QuantizedLinear
 from nemo_fp8rl.ops.activation import silu_mul
 from nemo_fp8rl.ops.matmul import fp8_linear, linear
@@ -66,15 +65,7 @@ class SharedFp8Linear(QuantizedLinear):
     """`QuantizedLinear` with the forward of `ops.matmul`: apply(x [..., K], w [N, K], recipe), in FP8."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        recipe: LinearRecipe,
-        out_dtype: torch.dtype | None = None,
-        encode: Tensor | None = None,
-        bits: LayerBits | None = None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, recipe: LinearRecipe) -> Tensor:  # type: ignore[override]
         scale_format = recipe.scale_format
         quantized = quantize_blockwise(w, block=BLOCK, scale_format=scale_format)
         if any(ctx.needs_input_grad):
