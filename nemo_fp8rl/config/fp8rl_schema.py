@@ -58,6 +58,25 @@ class Fp4Config(Block):
 
 
 @dataclass(frozen=True)
+class NoiseConfig(Block):
+    """Exploration noise on the norms before attention and MLP (QeRL, arXiv 2510.11696), drawn anew for every refit."""
+
+    enabled: Annotated[bool, EarlierRuns(False)] = False
+    """Add noise."""
+    sigma_start: Annotated[float, ABOVE_0, EarlierRuns(1e-2)] = 1e-2
+    """Standard deviation in the first stage that has noise."""
+    sigma_end: Annotated[float, ABOVE_0, EarlierRuns(5e-4)] = 5e-4
+    """Standard deviation to which it falls, by equal factors."""
+    stages: Annotated[int, Range(at_least=3), EarlierRuns(10)] = 10
+    """Parts of the run with one sigma each; the first has none."""
+    schedule: Annotated[Literal["code", "paper"], EarlierRuns("code")] = "code"
+    """Rule of the stages: of QeRL's code, whose last stage reaches sigma_end, or of its paper, which stays above."""
+    where: Annotated[Literal["engine", "both"], EarlierRuns("engine")] = "engine"
+    """Side with the noise. engine: it explores, and rollout correction sees the difference. both: the trainer's
+    log-probs have the same noise."""
+
+
+@dataclass(frozen=True)
 class Fp8RlConfig(Block):
     """Keys that NeMo RL does not have."""
 
@@ -82,9 +101,11 @@ class Fp8RlConfig(Block):
     """Blocks of MXFP8 and NVFP4 weights. square: 32x32 and 16x16, the same bytes forward and backward. line: 1x32 and
     1x16, as libraries quantize for engines alone."""
     backward: Annotated[Literal["auto"] | Backward, EarlierRuns("auto")] = "auto"
-    """Operands of the gradients' matmuls. native: operands quantized for them; dequantized: the forward's, with gradients
-    in high precision; high_precision: nothing quantized. auto is native for fp8 and mxfp8, dequantized for nvfp4."""
+    """Operands of the gradients' matmuls. native: operands quantized for them; dequantized: the forward's, with
+    gradients in high precision; high_precision: nothing quantized. auto is native for fp8 and mxfp8, and dequantized
+    for nvfp4."""
     fp4: Fp4Config = field(default_factory=Fp4Config)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
     kv: Literal["unified", "rollout"] = "unified"
     """Attention of the trainer under an FP8 KV cache. unified: it reads what the cache (vllm_cfg.kv_cache_dtype) holds.
     rollout: it keeps its own keys and values."""

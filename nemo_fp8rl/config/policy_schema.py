@@ -70,6 +70,33 @@ class SchedulerConfig(Block):
 
 
 @dataclass(frozen=True)
+class PeftConfig(Block):
+    """Low-rank adapters (LoRA, arXiv 2106.09685) over a base that stays as it is; only the adapters are trained."""
+
+    enabled: Annotated[bool, EarlierRuns(False), NEMO_RL] = False
+    """Train adapters."""
+    target_modules: Annotated[tuple[str, ...], EarlierRuns(()), NEMO_RL] = ()
+    """Modules with an adapter: linear_qkv, linear_proj, linear_fc1, linear_fc2, or patterns of full names with `*`
+    (`*.layers.0.*.linear_qkv`). Empty: all of these."""
+    exclude_modules: Annotated[tuple[str, ...], EarlierRuns(()), NEMO_RL] = ()
+    """Modules without one, where target_modules is empty."""
+    dim: Annotated[int, ABOVE_0, EarlierRuns(8), NEMO_RL] = 8
+    """Rank of an adapter."""
+    alpha: Annotated[int, ABOVE_0, EarlierRuns(32), NEMO_RL] = 32
+    """An adapter's output is multiplied by alpha / dim."""
+    dropout: Annotated[float, Range(at_least=0, below=1), EarlierRuns(0.0), NEMO_RL] = 0.0
+    """Share of values that an adapter leaves out in a training step."""
+    dropout_position: Annotated[Literal["pre", "post"], EarlierRuns("post"), NEMO_RL] = "post"
+    """Dropout of an adapter's input or of its output."""
+    lora_A_init_method: Annotated[Literal["xavier", "kaiming", "normal", "zero"], EarlierRuns("xavier"), NEMO_RL] = (
+        "xavier"
+    )
+    """First values of A, the matrix that reads the input."""
+    lora_B_init_method: Annotated[Literal["xavier", "kaiming", "normal", "zero"], EarlierRuns("zero"), NEMO_RL] = "zero"
+    """First values of B. With zero the first policy is the base."""
+
+
+@dataclass(frozen=True)
 class MegatronConfig(Block):
     tensor_model_parallel_size: Annotated[int, ABOVE_0, ANY_LAYOUT, NEMO_RL] = 1
     """Ranks that share each matrix."""
@@ -98,6 +125,7 @@ class MegatronConfig(Block):
     the host."""
     env_vars: Annotated[dict[str, str] | None, NEMO_RL] = None
     """Environment variables of the ranks. With cluster.backend=in_process they are the run's."""
+    peft: PeftConfig = field(default_factory=PeftConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -62,6 +62,12 @@ class BlockScaled:
     def device(self) -> torch.device:
         return self.data.device
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        *rows, columns = self.data.shape
+        return (*rows, columns * self.format.values_per_byte)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values, [(E,) N, K] in `dtype`; products are taken in float32 and rounded once."""
         values = e2m1_values(self.data) if self.format.element == "e2m1" else self.data.float()

@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.fp8.block_scaled import BlockScaled
 from nemo_fp8rl.fp8.formats import FP8, Format
 from nemo_fp8rl.fp8.fp4_training.gradient_estimator import weight_slope
 from nemo_fp8rl.fp8.fp4_training.hadamard import transform_tokens
@@ -250,3 +251,49 @@ class QuantizedLinear(torch.autograd.Function):
         if estimated_weight is not None:
             dw = dw.float() * recipe.slope(estimated_weight, encode)
         return dx, dw.to(ctx.dtypes[1]), *(None for _ in ctx.needs_input_grad[2:])
+
+
+def frozen_linear(
+    x: Tensor,
+    base: BlockScaled,
+    recipe: LinearRecipe,
+    out_dtype: torch.dtype | None = None,
+    bits: LayerBits | None = None,
+) -> Tensor:
+    """Return y = Q(x) @ w^T, [..., N], with the gradient of x: the values of `quantized_linear` for w = Q(w).
+
+    x:         [..., K], in high precision
+    base:      the quantized weight [N, K], which is not trained
+    out_dtype: see `fprop`
+    bits:      see `quantized_linear`
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _FrozenLinear.apply(x, base, recipe, out_dtype, bits)
+    return fprop(x, base.dequantize(recipe.operand_dtype(x.dtype)), recipe, out_dtype)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """Keep nothing for the backward but the weight's bytes, which are there anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        base: BlockScaled,
+        recipe: LinearRecipe,
+        out_dtype: torch.dtype | None,
+        bits: LayerBits | None,
+    ) -> Tensor:
+        ctx.base, ctx.recipe, ctx.bits, ctx.dtype = base, recipe, bits, x.dtype
+        return fprop(x, base.dequantize(recipe.operand_dtype(x.dtype)), recipe, out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy, recipe = grads[0], ctx.recipe
+        w, dy2 = ctx.base.dequantize(recipe.operand_dtype(ctx.dtype)), dy.reshape(-1, dy.size(-1))
+        if recipe.backward == "native":
+            bits = ctx.bits.start_call() if recipe.stochastic_rounding else None
+            rows, w = recipe.line_operand(dy2, w.dtype, bits), recipe.dgrad_weight(w, w, None)
+        else:
+            rows = dy2.to(w.dtype)
+        return (rows @ w).to(ctx.dtype).view(*dy.shape[:-1], w.size(1)), None, None, None, None

@@ -20,8 +20,8 @@ ScaleRule = Literal["pow2", "fp32", "e8m0"]
 """How a kernel of E4M3 chooses a block's scale: `ScaleFormat`, or the rule of MXFP8."""
 
 Backward = Literal["native", "dequantized", "high_precision"]
-"""The operands of the gradients' matmuls: quantized for them; the forward's, with gradients in high precision; or all in
-high precision."""
+"""The operands of the gradients' matmuls: quantized for them; the forward's, with gradients in high precision; or all
+in high precision."""
 
 Estimator = Literal["straight_through", "differentiable"]
 """The slope of a weight's rounding to FP4 in its gradient: 1, or that of arXiv 2501.17116."""

@@ -256,7 +256,9 @@ class VllmEngine:
         self.readers.wait_for_others()
         return self.loaded_version
 
-    def load(self, version: int, verify: bool, compare: bool = False) -> LoadReport | RefitError:
+    def load(
+        self, version: int, verify: bool, compare: bool = False, with_frozen: bool = True
+    ) -> LoadReport | RefitError:
         """Receive a version over the links and drop the prefix cache. The engine stays fenced until `commit`.
 
         A refusal is returned, not raised, so that the caller gets the results of the other engines. Any other error
@@ -264,11 +266,12 @@ class VllmEngine:
 
         verify:   see `WeightStore.load`
         compare:  the version is in memory already, and is compared with what arrives
+        with_frozen: tensors that never change come as well
         """
         self.policy_version = self.loaded_version = -1  # if this fails, memory holds tensors of two versions
         answers, failure = [], ""
         try:
-            answers = self.core.rpc("nemo_fp8rl_load", version, verify, compare)
+            answers = self.core.rpc("nemo_fp8rl_load", version, verify, compare, with_frozen)
         except WorkerDied:
             raise
         except Exception as error:

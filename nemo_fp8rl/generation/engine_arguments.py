@@ -11,6 +11,7 @@ from nemo_fp8rl.fp8.gpu_support import HOPPER
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.engine_checks import one_sequence_gib
 from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_config
+from nemo_fp8rl.hf.adapters import read_adapters
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -45,7 +46,8 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     if eager is None:
         eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales(backend))
     overrides: dict[str, Any] = {"architectures": [hf.family.architecture]}  # vLLM goes by it, and it may be left out
-    if fp8_layers or is_aligned:
+    adapters = read_adapters(hf, cfg.policy.megatron_cfg.peft)
+    if fp8_layers or is_aligned or adapters:
         overrides["quantization_config"] = quantization_config(
             cfg.nemo_fp8rl.scale_format,
             fp8_layers,
@@ -53,6 +55,7 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
             uses_flash_attention_3,
             cfg.nemo_fp8rl.format,
             cfg.nemo_fp8rl.fp4.clamp_quantile,
+            adapters,
         )
     if torch.cuda.is_available():
         device_arguments: dict[str, Any] = {"enable_sleep_mode": vllm_cfg.sleep_level > 0}

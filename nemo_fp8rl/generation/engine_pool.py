@@ -133,9 +133,10 @@ class EnginePool(EngineClient):
         return {engine: -1 if isinstance(version, WorkerDied) else version for engine, version in outcomes.items()}
 
     def load(
-        self, version: int, engines: Collection[int], verify: bool, compare: bool
+        self, version: int, engines: Collection[int], verify: bool, compare: bool, with_frozen: bool = True
     ) -> Mapping[int, LoadReport | Exception]:
-        return self.engines.outcomes("load", dict.fromkeys(engines, (version, verify, compare)), self.timeout)
+        arguments = version, verify, compare, with_frozen
+        return self.engines.outcomes("load", dict.fromkeys(engines, arguments), self.timeout)
 
     def commit(self, version: int, engines: Collection[int]) -> None:
         for outcome in self.engines.outcomes("commit", dict.fromkeys(engines, (version,)), self.timeout).values():

@@ -70,7 +70,7 @@ class CheckpointReader:
         if extra:
             raise UserError(f"{self.folder} holds {_list_names(extra)}, which config.json does not describe")
         for name, shape in required.items():
-            actual = tuple(self._file_of[name].get_slice(name).get_shape())
+            actual = self.shape(name)
             if actual != tuple(shape):
                 raise UserError(f"{self.folder}: {name} has shape {list(actual)}, config.json asks for {list(shape)}")
             if self.dtype(name) not in DTYPES:
@@ -93,6 +93,9 @@ class CheckpointReader:
     def dtype(self, name: str) -> str:
         """Return the tensor's dtype as safetensors spells it, such as BF16."""
         return self._file_of[name].get_slice(name).get_dtype()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def get(self, name: str, region: Region | None = None) -> Tensor:
         """Read the tensor, or only this region of it."""

@@ -109,6 +109,6 @@ def _check_global_scales(scales: Mapping[str, tuple[Path, float]]) -> None:
             if len(set(values.values())) > 1:
                 listing = ", ".join(f"{part} {value:g}" for part, value in values.items())
                 raise UserError(
-                    f"{path}: NVFP4 with different global scales in one fused layer ({listing}), of which vLLM takes the "
-                    f"largest for all, without quantizing again; {FIX}"
+                    f"{path}: NVFP4 with different global scales in one fused layer ({listing}), of which vLLM takes "
+                    f"the largest for all, without quantizing again; {FIX}"
                 )

@@ -37,6 +37,7 @@ from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention, AlignedRMS
 from nemo_fp8rl.policy.layers.attention import CoreAttention, SdpaAttention, make_attention_class
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import bf16_linears, make_qkv_by_kind, quantized_linears
+from nemo_fp8rl.policy.layers.low_rank import AdapterState, with_adapter
 from nemo_fp8rl.policy.layers.rope import Rope
 from nemo_fp8rl.policy.weights.layout import Layout
 
@@ -201,12 +202,14 @@ def block_spec(
     kv_cache: TrainerKvCache | None,
     mismatches: Sequence[str] = (),
     flash_attention_3: bool = False,
+    adapters: AdapterState | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the spec of the rank's decoder layers for this precision and alignment.
 
     mismatches:             `product_mismatches`; if there is one, no layer is Transformer Engine's alone, and the
                         kernels' names say why
     flash_attention_3:  with shared operations, take attention from FlashAttention 3
+    adapters:           of the modules that the layout says to have one
     Raises:             UserError where only Transformer Engine has a layer that the recipe asks for
     """
     scale_format = choice.scale_format
@@ -224,6 +227,12 @@ def block_spec(
         )
 
     def linear(name: str, row: bool) -> type:
+        module = base_linear(name, row)
+        if adapters is None or not layout.adapters.adapts(name):
+            return module
+        return with_adapter(module, row, adapters)
+
+    def base_linear(name: str, row: bool) -> type:
         in_fp8 = fp8_layers.quantizes(name)
         if layout.grouped_experts and ".experts." in name:
             return grouped(in_fp8)[row]

@@ -19,6 +19,7 @@ from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.config.policy_schema import MegatronConfig, PolicyConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import FP8
+from nemo_fp8rl.hf.adapters import is_adapter
 from nemo_fp8rl.hf.fp8_layers import projections, trainer_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import HfConfig
@@ -28,7 +29,9 @@ from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.layer_specs import block_spec, product_mismatches, transformer_engine_linears
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
+from nemo_fp8rl.policy.layers.low_rank import AdapterState
 from nemo_fp8rl.policy.layers.rope import read_rope
+from nemo_fp8rl.policy.weights.adapters import init_adapters
 from nemo_fp8rl.policy.weights.checkpoint import load_hf
 from nemo_fp8rl.policy.weights.hf_names import ROUTER
 from nemo_fp8rl.policy.weights.layout import Layout, expert_tensor_size
@@ -45,6 +48,7 @@ class PolicyModel(GPTModel):
     """
 
     layout: Layout
+    adapters: AdapterState | None = None
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -167,11 +171,12 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
         mismatches = product_mismatches(operation_shapes(hf, cfg), torch.empty(0, device="cuda").device)
     checkpoint = checkpoint_folder(policy.model_name, weights=True)
     rope = read_rope(checkpoint, hf)
+    adapters = AdapterState.of(policy.megatron_cfg.peft) if layout.adapters else None
     # Megatron warns about every layer class that is not its own
     logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)
     model = PolicyModel(
         config,
-        block_spec(layout, choice, fp8_layers, rope, kv_cache, mismatches, chooses_flash_attention_3(cfg)),
+        block_spec(layout, choice, fp8_layers, rope, kv_cache, mismatches, chooses_flash_attention_3(cfg), adapters),
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=layout.is_first_stage,
@@ -179,7 +184,7 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
         position_embedding_type="none",  # the attention applies RoPE
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
     )
-    model.layout = layout
+    model.layout, model.adapters = layout, adapters
     fp8_linears = sum(isinstance(module, Fp8MatmulLayer) for module in model.modules())
     names = [name for name in projections(hf, fp8_layers) if int(name.split(".")[2]) in layout.layers]
     expert_layers = 1 if layout.grouped_experts else len(layout.experts)
@@ -188,11 +193,22 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
         raise RuntimeError(f"flow {choice.flow} asks for {expected} FP8 linear layers, the model has {fp8_linears}")
     mark_experts(model, layout)
     load_hf(checkpoint, model, layout)
-    if policy.megatron_cfg.freeze_moe_router:
+    if adapters is not None:
+        init_adapters(model, layout, policy.megatron_cfg.peft, cfg.grpo.seed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = is_adapter(name)
+        if layout.is_first_stage and policy.megatron_cfg.activation_checkpointing:
+            model.embedding.register_forward_hook(_require_gradient)
+    elif policy.megatron_cfg.freeze_moe_router:
         for name, parameter in model.named_parameters():
             if name.endswith(tuple(ROUTER)):
                 parameter.requires_grad = False
     return model
+
+
+def _require_gradient(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    """Let the output of a frozen embedding have a gradient: torch computes a layer again only for inputs with one."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def check_gpu_policy(cfg: Config, hf: HfConfig) -> None:
@@ -233,6 +249,6 @@ def mark_experts(model: PolicyModel, layout: Layout) -> None:
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            parameter.tensor_model_parallel = True
+            parameter.tensor_model_parallel = True  # an expert with an adapter is whole on its rank
             if layout.expert_tensor.size != layout.tensor.size:
                 parameter.allreduce = False  # sum over `expert_data` and not over `data`

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.policy_schema import MegatronConfig
+from nemo_fp8rl.hf.adapters import Adapters
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.weights.layout import Axis, Layout, expert_tensor_size
 from nemo_fp8rl.workers.network import GLOO, address_towards, check_interfaces, set_gloo_interface
@@ -61,8 +62,8 @@ def start_process_groups(
             ) from None
 
 
-def make_layout(hf: HfConfig, parallel: MegatronConfig, grouped_experts: bool = False) -> Layout:
-    """Create Megatron's groups and return this rank's place in them; grouped_experts: see `Layout`."""
+def make_layout(hf: HfConfig, parallel: MegatronConfig, adapters: Adapters, grouped_experts: bool = False) -> Layout:
+    """Create Megatron's groups and return this rank's place in them; adapters, grouped_experts: see `Layout`."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             parallel.tensor_model_parallel_size,
@@ -87,6 +88,7 @@ def make_layout(hf: HfConfig, parallel: MegatronConfig, grouped_experts: bool = 
         first_stage_layers=parallel.num_layers_in_first_pipeline_stage,
         last_stage_layers=parallel.num_layers_in_last_pipeline_stage,
         grouped_experts=hf.family.experts and grouped_experts,
+        adapters=adapters,
     )
 
 

@@ -29,6 +29,8 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import FP8, FP8_TOKENS, KvScales, kernels
 from nemo_fp8rl.fp8.fp4_training.random_bits import GradientBits
 from nemo_fp8rl.fp8.kv_scales import CalibrationError
+from nemo_fp8rl.hf.adapter_folder import base_digest
+from nemo_fp8rl.hf.adapters import adapter_tensors, is_adapter, read_adapters
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -39,7 +41,8 @@ from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescript
 from nemo_fp8rl.policy.layer_specs import trainer_fingerprint
 from nemo_fp8rl.policy.layers.attention import CoreAttention
 from nemo_fp8rl.policy.layers.kv_cache import make_kv_cache
-from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer, give_gradient_bits
+from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer, freeze_base, give_gradient_bits
+from nemo_fp8rl.policy.layers.low_rank import AdapterState
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, check_gpu_policy, transformer_config
 from nemo_fp8rl.policy.offload import Offload, copy_to_host
@@ -47,6 +50,7 @@ from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
+from nemo_fp8rl.policy.weights.adapters import load_adapters, save_adapters
 from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
 from nemo_fp8rl.policy.weights.global_scales import FOLDER as GLOBAL_SCALES
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
@@ -101,10 +105,12 @@ class MegatronWorker:
         tokenizer_folder = checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
         self.source_folders = checkpoint_folder(cfg.policy.model_name), tokenizer_folder
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
+        adapters = read_adapters(self.hf, cfg.policy.megatron_cfg.peft)
+        self.base_digest = base_digest(checkpoint_folder(cfg.policy.model_name, weights=True)) if adapters else ""
         start_process_groups(rank, world_size, rendezvous, self.listener if rank == 0 else None)
         # Transformer Engine's layer of many experts knows blockwise FP8 and bfloat16
         grouped_experts = on_gpu and cfg.nemo_fp8rl.format is FP8
-        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg, grouped_experts=grouped_experts)
+        self.layout = make_layout(self.hf, cfg.policy.megatron_cfg, adapters, grouped_experts)
         if on_gpu:
             # Megatron requires a seed, although this model has no dropout
             model_parallel_cuda_manual_seed(cfg.grpo.seed)
@@ -123,6 +129,8 @@ class MegatronWorker:
         quantization = self.engine_fp8_layers, cfg.nemo_fp8rl.format, cfg.nemo_fp8rl.scale_format
         self.global_scales = GlobalScales(self.layout, self.model, *quantization)
         self.global_scales.choose()
+        if adapters:
+            freeze_base(self.model)
         self.scheduler = build_scheduler(cfg.policy, self.optimizer)
         self.offload = Offload(self.ddp, self.optimizer, on_gpu)
         self.rank_weights = RankWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])
@@ -133,7 +141,9 @@ class MegatronWorker:
         self.pipeline = Pipeline(
             cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, token_multiple, alignment
         )
-        if cfg.loss_fn.reference_policy_kl_penalty:  # kept on the host, because it is read only once per step
+        if (
+            cfg.loss_fn.reference_policy_kl_penalty and not adapters
+        ):  # kept on the host, because it is read only once per step
             self.reference = [copy_to_host(tensor) for tensor in self.rank_weights.storage_tensors()]
         is_first = layout.tensor.rank == layout.context.rank == 0
         return RankInfo(shard=layout.data.rank, is_reporter=layout.is_last_stage and is_first)
@@ -141,20 +151,31 @@ class MegatronWorker:
     def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
         """Return `logprobs` under the weights of policy.model_name, which replace the trainer's during the call.
 
-        They use neither the engine's choice of experts nor its FP8 cache, because both follow the policy.
+        They use neither the engine's choice of experts nor its FP8 cache, because both follow the policy. With adapters
+        these weights are the base, which is there.
         """
+        tokens = SequenceBatch(input_ids=batch.input_ids, input_lengths=batch.input_lengths)
+        if self.model.adapters is not None:
+            return self._logprobs_of_base(tokens, self.model.adapters)
         self.offload.restore_parameters()
         present = self.rank_weights.storage_tensors()
         # where gradients and optimizer state are not offloaded, a GPU may have no room for a second copy
         backup_device = None if self.cfg.policy.megatron_cfg.offload_between_phases else "cpu"
         backup = [tensor.to(backup_device, copy=True) for tensor in present]
-        tokens = SequenceBatch(input_ids=batch.input_ids, input_lengths=batch.input_lengths)
         with self.kv_cache.without_rounding() if self.kv_cache is not None else nullcontext():
             try:
                 torch._foreach_copy_(present, self.reference)  # in place, because they are views of Megatron's buffers
                 return self.logprobs(tokens, filter_tokens=False)
             finally:
                 torch._foreach_copy_(present, backup)
+
+    def _logprobs_of_base(self, tokens: SequenceBatch, adapters: AdapterState) -> Tensor:
+        adapters.is_enabled = False
+        with self.kv_cache.without_rounding() if self.kv_cache is not None else nullcontext():
+            try:
+                return self.logprobs(tokens, filter_tokens=False)
+            finally:
+                adapters.is_enabled = True
 
     def logprobs(self, batch: SequenceBatch, filter_tokens: bool = True) -> Tensor:
         """Return the log-probs of the tokens, float32 [B, T]: 0 at position 0, arbitrary at padding.
@@ -202,7 +223,7 @@ class MegatronWorker:
                 self.scheduler.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
             self.optimizer_steps += 1
-            raises = self.global_scales.update()
+            raises = 0 if self.layout.adapters else self.global_scales.update()  # a frozen base keeps its scales
             if self.kv_cache is not None:
                 self.kv_cache.is_current = False
         metrics = {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
@@ -279,13 +300,15 @@ class MegatronWorker:
         """Prepare for links from engines; return this rank's parts and its domain
         (`refit.transport.shared_memory.domain`).
         """
-        choice, layers, shapes = self.cfg.nemo_fp8rl, self.engine_fp8_layers, expected_tensors(self.hf)
+        choice, layers, adapters = self.cfg.nemo_fp8rl, self.engine_fp8_layers, self.layout.adapters
+        shapes = expected_tensors(self.hf) | adapter_tensors(self.hf, adapters)
         parts = [
             TensorPart.of(
                 name,
                 choice.format if layers.quantizes(name) else part.dtype,
                 shapes[name],
                 self.layout.region(name, shapes[name]),
+                is_frozen=bool(adapters) and not is_adapter(name),
             )
             for name, part in self.weights().for_refit()
         ]
@@ -355,7 +378,7 @@ class MegatronWorker:
         try:
             if self.rank == 0:
                 path.mkdir(parents=True, exist_ok=True)
-                for part in (path / "weights", path / "optimizer", path / GLOBAL_SCALES):
+                for part in (path / "weights", path / "adapter", path / "optimizer", path / GLOBAL_SCALES):
                     if part.exists():
                         shutil.rmtree(part)
                 if self.kv_cache is not None:
@@ -366,12 +389,17 @@ class MegatronWorker:
         if self.rank and not path.is_dir():
             errors.append(UserError(f"rank {self.rank} does not see it: {SHARED_FOLDER_HINT}"))
         try:
-            self.global_scales.save(path, self.rank)
+            if not self.layout.adapters:  # a base has the scales that its weights had at the start
+                self.global_scales.save(path, self.rank)
         except OSError as error:
             errors.append(error)
         weights = self.weights().for_checkpoint()
         sources = self.layout, self.rank, *self.source_folders
-        errors.append(save_hf(path / "weights", weights, self.cfg.policy.precision, *sources))
+        if self.layout.adapters:
+            of_base = self.cfg.policy.model_name, self.base_digest
+            errors.append(save_adapters(path / "adapter", weights, self.layout, self.rank, *of_base))
+        else:
+            errors.append(save_hf(path / "weights", weights, self.cfg.policy.precision, *sources))
         if optimizer:
             parts = self.layout, self.model, self.optimizer, self.scheduler
             errors.append(save_optimizer(path / "optimizer", self.rank, *parts))
@@ -382,8 +410,11 @@ class MegatronWorker:
     def load(self, folder: str) -> None:
         self.offload.restore_parameters()
         with megatron_on_cpu():
-            load_hf(Path(folder) / "weights", self.model, self.layout)
-            self.global_scales.load(Path(folder))
+            if self.layout.adapters:
+                load_adapters(Path(folder) / "adapter", self.model, self.layout, self.base_digest)
+            else:
+                load_hf(Path(folder) / "weights", self.model, self.layout)
+                self.global_scales.load(Path(folder))
             if self.kv_cache is not None:
                 self.kv_cache.load(Path(folder))
             load_optimizer(Path(folder) / "optimizer", self.layout, self.model, self.optimizer, self.scheduler)

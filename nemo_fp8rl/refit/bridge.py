@@ -64,6 +64,7 @@ class RefitBridge:
 
     version:        the last version that every engine committed; first_version - 1 before the first commit
     direct_names:   by linked engine, names of the tensors that it writes in place, and so can take deltas of
+    engines_with_frozen: engines that have the tensors that never change, as long as they have a version at all
     wire_shares:    by engine, the share of its bytes that leaves the machine on which they were
     """
 
@@ -83,6 +84,7 @@ class RefitBridge:
         self.version = first_version - 1
         self.sent_updates = -1
         self.direct_names: dict[int, frozenset[str]] = {}
+        self.engines_with_frozen = set[int]()
         self.domains: dict[int, list[str]] = {}
         self.wire_shares: dict[int, float] = {}
         self.links: dict[int, Links] = {}
@@ -114,7 +116,9 @@ class RefitBridge:
             for engine in engines:
                 self._connect(engine)
             delta = self.choice.wants_delta and stored_versions == {self.source.base_version()} != {-1}
-            reports, stages, retries = self._push_and_verify(version, engines, delta=delta, keep=self.choice.wants_base)
+            has_frozen = self.engines_with_frozen.issuperset(engines) and min(stored_versions) >= 0
+            how = {"delta": delta, "keep": self.choice.wants_base, "with_frozen": not has_frozen}
+            reports, stages, retries = self._push_and_verify(version, engines, **how)
             retries += self._commit(version, engines)
             self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
@@ -208,6 +212,7 @@ class RefitBridge:
             raise (_EngineDied(error) if self.sink.is_death(error) else error) from None
 
     def _disconnect(self, engine: int, is_alive: bool = True) -> None:
+        self.engines_with_frozen.discard(engine)
         if self.direct_names.pop(engine, None) is not None:
             try:
                 self.source.withdraw(engine)
@@ -216,16 +221,17 @@ class RefitBridge:
                     self.sink.disconnect(engine)
 
     def _push_and_verify(
-        self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False
+        self, version: int, engines: Collection[int], *, keep: bool = False, **how: bool
     ) -> tuple[list[SendReport], dict[str, float], int]:
         """Send and load; with `verify: full` compare as well, also what was sent a second time.
 
         Return the reports of the trainer's ranks, seconds by stage, and the number of retries.
         """
-        reports, stages, retried = self._push(version, engines, delta=delta, keep=keep)
+        reports, stages, retried = self._push(version, engines, keep=keep, **how)
         if self.verify == "full":
             start = time.perf_counter()
-            wrong = self._push(version, engines, keep=keep, compare=True)[2]
+            again = how | {"delta": False, "compare": True}
+            wrong = self._push(version, engines, keep=keep, **again)[2]
             if wrong and self._push(version, wrong, keep=keep, compare=True)[2]:
                 raise RefitError(f"refit {version}: engines {wrong} do not hold what was sent to them, twice")
             stages["compare"] = time.perf_counter() - start
@@ -233,13 +239,13 @@ class RefitBridge:
         return reports, stages, len(retried)
 
     def _push(
-        self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False, compare: bool = False
+        self, version: int, engines: Collection[int], **how: bool
     ) -> tuple[list[SendReport], dict[str, float], list[int]]:
         """Send and load, a second time where that failed.
 
         Return the reports of the trainer's ranks, seconds by stage, and the engines that had to be retried.
         """
-        reports, outcomes = self._attempt(version, engines, delta=delta, keep=keep, compare=compare)
+        reports, outcomes = self._attempt(version, engines, **how)
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
         for engine, failure in failed.items():
             if self.sink.is_death(failure):
@@ -254,6 +260,7 @@ class RefitBridge:
             outcomes = {**outcomes, **second_outcomes}
         loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, LoadReport)}
         self.direct_names |= {engine: report.direct_names for engine, report in loaded.items()}
+        self.engines_with_frozen |= loaded.keys()
         behind = [engine for engine in engines if engine not in loaded or loaded[engine].version != version]
         if behind or not loaded:
             raise RefitError(f"refit {version}: engines {behind} did not load it")
@@ -263,13 +270,21 @@ class RefitBridge:
         return reports, stages, list(failed)
 
     def _attempt(
-        self, version: int, engines: Collection[int], *, delta: bool = False, keep: bool = False, compare: bool = False
+        self,
+        version: int,
+        engines: Collection[int],
+        *,
+        delta: bool = False,
+        keep: bool = False,
+        compare: bool = False,
+        with_frozen: bool = True,
     ) -> tuple[list[SendReport], Mapping[int, LoadReport | Exception]]:
         full_only = self._names_without_delta(engines) if delta else frozenset()
         digests, finishing = self.verify != "off", False
         try:
-            self.source.start_push(version, engines, full_only, delta=delta, keep=keep, digests=digests)
-            outcomes = self.sink.load(version, engines, digests, compare)
+            options = {"delta": delta, "keep": keep, "digests": digests, "with_frozen": with_frozen}
+            self.source.start_push(version, engines, full_only, **options)
+            outcomes = self.sink.load(version, engines, digests, compare, with_frozen)
             for engine, outcome in outcomes.items():
                 if isinstance(outcome, Exception):  # or the trainer would wait for an engine that hangs
                     self._disconnect(engine, is_alive=not self.sink.is_death(outcome))

@@ -92,12 +92,13 @@ class WeightSink(Protocol):
         ...
 
     def load(
-        self, version: int, engines: Collection[int], verify: bool, compare: bool
+        self, version: int, engines: Collection[int], verify: bool, compare: bool, with_frozen: bool
     ) -> Mapping[int, LoadReport | Exception]:
         """Have engines load what is sent. Return the report, or the failure, of each engine.
 
         verify:   compare the digest of every piece with the trainer's
         compare:  write nothing, compare what arrives with the engine's memory
+        with_frozen: tensors that the trainer never changes come as well
         """
         ...
 

@@ -9,7 +9,7 @@ in the route.
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 
@@ -37,20 +37,27 @@ class TensorPart:
     dtype:  the name of a format, whose parts include their scales, or torch's name without the prefix
     shape:  the shape of the whole tensor
     region: (start, end) in each dimension of the whole tensor
+    is_frozen: the trainer never changes it, so it travels to an engine once
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     region: Region
+    is_frozen: bool = False
 
     @classmethod
     def of(
-        cls, name: str, dtype: torch.dtype | Format, shape: Sequence[int], region: Region | None = None
+        cls,
+        name: str,
+        dtype: torch.dtype | Format,
+        shape: Sequence[int],
+        region: Region | None = None,
+        is_frozen: bool = False,
     ) -> "TensorPart":
         """Make a part; the default region is the whole tensor."""
         kind = dtype.name if isinstance(dtype, Format) else str(dtype).removeprefix("torch.")
-        return cls(name, kind, tuple(shape), full_region(shape) if region is None else region)
+        return cls(name, kind, tuple(shape), full_region(shape) if region is None else region, is_frozen)
 
     @property
     def format(self) -> Format | None:
@@ -105,7 +112,7 @@ class TensorPart:
         return self.data_bytes + self.scale_bytes
 
     def cut(self, region: Region) -> "TensorPart":
-        return TensorPart(self.name, self.dtype, self.shape, region)
+        return replace(self, region=region)
 
     def local(self, region: Region) -> tuple[slice, ...]:
         """Return the index of the region within a tensor that has the size of this part."""
@@ -136,7 +143,9 @@ def to_json(parts: Iterable[TensorPart]) -> str:
 
 def from_json(text: str) -> tuple[TensorPart, ...]:
     return tuple(
-        TensorPart(p["name"], p["dtype"], tuple(p["shape"]), tuple((a, b) for a, b in p["region"]))
+        TensorPart(
+            p["name"], p["dtype"], tuple(p["shape"]), tuple((a, b) for a, b in p["region"]), bool(p["is_frozen"])
+        )
         for p in json.loads(text)
     )
 
@@ -206,7 +215,7 @@ class Sources:
                     if common is not None:
                         missing -= math.prod(shape_of(common))
                         source = choice.choose(holders, source_part, domains[engine][sink])
-                        bands = split_rows(part.cut(common), piece_bytes)
+                        bands = split_rows(source_part.cut(common), piece_bytes)
                         pieces.setdefault((source, sink), {}).setdefault(part.name, []).extend(bands)
                 if missing:
                     raise RefitError(

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8KVCacheMethod
@@ -15,7 +16,9 @@ from vllm.platforms import current_platform
 from nemo_fp8rl.fp8 import FORMATS, Fp8Layers, LinearRecipe
 from nemo_fp8rl.fp8.kernels import load_emulation
 from nemo_fp8rl.generation import vllm_compat
+from nemo_fp8rl.generation.fp8_method.low_rank import with_adapter, with_expert_adapters
 from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedLinearMethod, QuantizedMoEMethod
+from nemo_fp8rl.hf.adapters import NO_ADAPTERS, Adapters
 
 
 class NemoFp8RlConfig(Fp8Config):
@@ -32,6 +35,7 @@ class NemoFp8RlConfig(Fp8Config):
     has_input_scales: bool = False
     """True where the checkpoint has static scales of activations, for vLLM's own method."""
     fp8_layers: Fp8Layers
+    adapters: Adapters = NO_ADAPTERS
 
     @classmethod
     def get_name(cls) -> Any:
@@ -65,6 +69,9 @@ class NemoFp8RlConfig(Fp8Config):
         method.has_input_scales = (
             is_for_modelopt and method.recipe.format.has_global and bool(method.recipe.format.token_block)
         )
+        if "adapters" in config:
+            rank, alpha, modules = config["adapters"]
+            method.adapters = Adapters(rank, alpha, frozenset(modules))
         method.is_aligned = config.get("is_aligned", False)
         method.uses_flash_attention_3 = config.get("uses_flash_attention_3", False)
         if method.is_aligned:
@@ -75,6 +82,15 @@ class NemoFp8RlConfig(Fp8Config):
         return method
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        method = self._base_method(layer, prefix)
+        if isinstance(layer, LinearBase) and self.adapters.adapts(prefix):
+            return with_adapter(method, self.adapters)
+        has_expert_adapters = any(self.adapters.adapts(f"{prefix}.{name}") for name in ("gate_up_proj", "down_proj"))
+        if isinstance(layer, RoutedExperts) and has_expert_adapters:
+            return with_expert_adapters(method or bf16_experts(layer.moe_config), self.adapters, prefix)
+        return method
+
+    def _base_method(self, layer: Any, prefix: str) -> Any:
         linear, experts = methods_for_device(self.recipe)
         if self.is_aligned and (shared := self._shared_method(layer, prefix)):
             return shared
@@ -119,6 +135,13 @@ def _register_shared_operations() -> None:
     from nemo_fp8rl.generation.fp8_method.shared_ops.registration import register_shared_operations
 
     register_shared_operations()
+
+
+def bf16_experts(moe: FusedMoEConfig) -> Any:
+    """Return the method of experts in the model's dtype that have adapters."""
+    from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import Bf16MoEMethod
+
+    return Bf16MoEMethod(moe)
 
 
 def methods_for_device(recipe: LinearRecipe) -> tuple[type[QuantizedLinearMethod], type[QuantizedMoEMethod]]:

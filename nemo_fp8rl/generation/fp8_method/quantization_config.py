@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from nemo_fp8rl.fp8 import FP8, Format, Fp8Layers, with_lines
 from nemo_fp8rl.generation.fp8_method.plugin import MODELOPT, QUANTIZATION
+from nemo_fp8rl.hf.adapters import Adapters
 
 
 def quantization_config(
@@ -13,6 +14,7 @@ def quantization_config(
     uses_flash_attention_3: bool = False,
     format: Format = FP8,
     clamp_quantile: float | None = None,
+    adapters: Adapters | None = None,
 ) -> dict[str, object]:
     """Return the block for a model that our method serves, in HF's form.
 
@@ -20,6 +22,7 @@ def quantization_config(
                              FP8 then
     uses_flash_attention_3:  attention of an aligned engine is FlashAttention 3 with one split
     clamp_quantile:          see `LinearRecipe`
+    adapters:                of the model
     """
     flags = {"is_aligned": is_aligned, "uses_flash_attention_3": uses_flash_attention_3}
     return {
@@ -32,6 +35,7 @@ def quantization_config(
         "fp8_layers": [fp8_layers.first, fp8_layers.end, list(fp8_layers.ignored_words)],
         **({} if clamp_quantile is None else {"clamp_quantile": clamp_quantile}),
         **{name: True for name, is_set in flags.items() if is_set},
+        **({"adapters": [adapters.rank, adapters.alpha, sorted(adapters.modules)]} if adapters else {}),
     }
 
 

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from nemo_fp8rl.common.region import Region, full_region
 from nemo_fp8rl.fp8 import Format, Fp8Layers
+from nemo_fp8rl.hf.adapters import FUSED_NAMES, LORA_A, LORA_B, Adapters, adapter_tensors
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
@@ -21,6 +22,7 @@ from nemo_fp8rl.refit.message import Content
 
 EXPERT_PROJECTIONS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """The projections in vLLM's stacks of experts."""
+ADAPTER_PARAMETERS = tuple(f"{stack}lora_{kind}" for stack in ("", "w13_", "w2_") for kind in "AB")
 SPLIT_COLUMNS = ("o_proj", "down_proj")
 SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
@@ -98,6 +100,42 @@ def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Lay
     if odd := sorted(known ^ set(shapes)):
         raise RefitError(f"the engine's model and its config.json differ in {len(odd)} tensors, such as {odd[0]}")
     return found
+
+
+def adapter_slots(model: nn.Module, hf: HfConfig, adapters: Adapters) -> dict[str, Slot]:
+    """Return the slots, by name, of all tensors of adapters that this rank stores (`fp8_method.low_rank`)."""
+    found: dict[str, Slot] = {}
+    shapes = adapter_tensors(hf, adapters)
+    for path, module in model.named_modules():
+        for leaf in ADAPTER_PARAMETERS:
+            if (parameter := getattr(module, leaf, None)) is None:
+                continue
+            for name, position, expert in _adapter_names(model, path, leaf, module, hf):
+                if expert is None or expert >= 0:
+                    region, top = _adapter_place(name, shapes[name], module, hf)
+                    part = TensorPart.of(name, parameter.dtype, shapes[name], region)
+                    found[name] = Slot(part, module, leaf, top, position, expert)
+    return found
+
+
+def _adapter_names(
+    model: Any, path: str, leaf: str, module: Any, hf: HfConfig
+) -> Iterator[tuple[str, int, int | None]]:
+    """Yield the names of the tensors in an adapter's parameter, as `_names` does; A has the fused module's name."""
+    stack, _, kind = leaf.rpartition("lora_")
+    for name, position, expert in _names(model, f"{path}.{stack}weight", module, hf):
+        above, _, projection = name.removesuffix(".weight").rpartition(".")
+        if kind == "B":
+            yield f"{above}.{projection}.{LORA_B}.weight", position, expert
+        elif not position:
+            yield f"{above}.{FUSED_NAMES.get(projection, projection)}.{LORA_A}.weight", 0, expert
+
+
+def _adapter_place(name: str, shape: tuple[int, ...], module: Any, hf: HfConfig) -> tuple[Region, int]:
+    """Return the region that this rank stores: rows of B as the weight's, columns of A as the weight's."""
+    weight = name.removesuffix(".weight").rpartition(".")[0] + ".weight"
+    is_whole = weight.rsplit(".", 2)[-2] not in (SPLIT_ROWS if f".{LORA_B}." in name else SPLIT_COLUMNS)
+    return (full_region(shape), 0) if is_whole else _place(weight, shape, module, hf)
 
 
 def _names(model: Any, path: str, module: Any, hf: HfConfig) -> Iterator[tuple[str, int, int | None]]:

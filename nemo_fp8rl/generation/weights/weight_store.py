@@ -24,7 +24,8 @@ from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.fp8_method.stored_weights import MoEMethod, PlainLinearMethod, QuantizedLinearMethod
-from nemo_fp8rl.generation.weights.placement import Slot, slots
+from nemo_fp8rl.generation.weights.placement import Slot, adapter_slots, slots
+from nemo_fp8rl.hf.adapters import NO_ADAPTERS
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest
 from nemo_fp8rl.refit.digest import bytes_of
@@ -54,11 +55,14 @@ class WeightStore:
         self.runner = model_runner
         self.model: Any = model_runner.get_model()
         config = model_runner.vllm_config
-        fp8_layers = config.quant_config.fp8_layers if config.quant_config else Fp8Layers.none()
-        format = config.quant_config.recipe.format if config.quant_config else FP8
+        method = config.quant_config
+        fp8_layers = method.fp8_layers if method else Fp8Layers.none()
+        format = method.recipe.format if method else FP8
         hf, dtype = read_hf_config(config.model_config.model), config.model_config.dtype
         self.slots = slots(self.model, hf, dtype, fp8_layers, format)
-        self.direct_names: frozenset[str] = frozenset()
+        self.adapter_slots = adapter_slots(self.model, hf, method.adapters if method else NO_ADAPTERS)
+        self.all_slots = self.slots | self.adapter_slots
+        self.direct_names: frozenset[str] = frozenset(self.adapter_slots)
         self.version = -1
         self.verify_seconds = 0.0
 
@@ -66,22 +70,25 @@ class WeightStore:
     def parts(self) -> list[TensorPart]:
         """The parts of tensors that a refit must bring to this rank."""
         scales = [TensorPart.of(name, torch.float32, ()) for names in fp8_caches(self.model) for name in names]
-        return [slot.part for slot in self.slots.values()] + scales
+        return [slot.part for slot in self.all_slots.values()] + scales
 
-    def load(self, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
+    def load(self, links: Sequence[IncomingLink], version: int, verify: bool, with_frozen: bool = True) -> None:
         """Write a version into memory.
 
         KV scales must be positive numbers, whatever `verify` is.
 
         verify:  compare the digest of every piece with the trainer's: as it lies in memory, or, for a tensor that vLLM
                  repacks, as it arrived
+        with_frozen: tensors that never change come as well
         Raises:  RefitError; memory then holds tensors of two versions and must be filled again
         """
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
+        if not with_frozen and self.version < 0:
+            raise RefitError(f"refit {version} brings only what changes, and this engine has no version yet")
         self.verify_seconds = 0.0
-        loading = _VersionLoad(self, links, version, verify)
-        if len(self.direct_names) < len(self.slots):
+        loading = _VersionLoad(self, links, version, verify, with_frozen)
+        if not self.direct_names.issuperset(loading.due_names):
             vllm_compat.forget_packed_experts(self.model)
             with vllm_compat.preserve_nonpersistent_buffers(self.model):
                 self.runner.reload_weights(weights_iterator=loading.for_vllm(), is_checkpoint_format=True)
@@ -90,16 +97,16 @@ class WeightStore:
         if loading.error is not None:
             raise loading.error
         if self.version < 0:
-            self.direct_names = frozenset(self._find_direct_names(loading.arrived))
-        self._derive(loading.written)
+            self.direct_names |= frozenset(self._find_direct_names(loading.arrived))
+        self._derive(loading.written - self.adapter_slots.keys())
         loading.set_kv_scales()
         self.verify_seconds = loading.checks.seconds
         self.version = version
 
-    def compare(self, links: Sequence[IncomingLink], version: int) -> None:
+    def compare(self, links: Sequence[IncomingLink], version: int, with_frozen: bool = True) -> None:
         """Raise RefitError, with the name, on a tensor whose bytes in memory differ from those that arrive."""
         kv_scales = stored_kv_scales(fp8_caches(self.model))
-        for item in receive_pieces(links, version):
+        for item in receive_pieces(links, version, with_frozen=with_frozen):
             name = item.part.name
             if name in self.direct_names or name in kv_scales:
                 stored = [self._stored(item.part)] if name in self.direct_names else kv_scales[name]
@@ -119,7 +126,7 @@ class WeightStore:
 
     def _stored(self, part: TensorPart) -> Content:
         """Return views of the memory that holds a piece."""
-        slot = self.slots[part.name]
+        slot = self.all_slots[part.name]
         content = slot.content()
         assert content is not None
         return content.cut(slot.part, part.region)
@@ -178,12 +185,17 @@ class _VersionLoad:
     arrived:    digests of the pieces for vLLM's loaders, of a first version
     kv_scales:  by name, each with the trainer's digest
     error:      what ended the load
+    due_names:  names of the tensors with a slot that come
     """
 
-    def __init__(self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool) -> None:
-        self.store, self.links, self.version, self.verify = store, links, version, verify
+    def __init__(
+        self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool, with_frozen: bool
+    ) -> None:
+        self.store, self.links, self.version, self.verify, self.with_frozen = store, links, version, verify, with_frozen
         # before vLLM takes modules apart
-        self.targets = {name: store.slots[name].content() for name in store.direct_names}
+        self.targets = {name: store.all_slots[name].content() for name in store.direct_names}
+        parts = (part for link in links for part in link.route if with_frozen or not part.is_frozen)
+        self.due_names = {part.name for part in parts} & store.all_slots.keys()
         self.assembling: dict[str, _Assembly] = {}
         self.written: set[str] = set()
         self.arrived: dict[TensorPart, PendingDigest] = {}
@@ -199,7 +211,7 @@ class _VersionLoad:
         """
         try:
             modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
-            for item in receive_pieces(self.links, self.version, modules, self.checks):
+            for item in receive_pieces(self.links, self.version, modules, self.checks, self.with_frozen):
                 name = item.part.name
                 if name in self.targets:
                     self._write(item)
@@ -213,7 +225,7 @@ class _VersionLoad:
     def _write(self, item: ReceivedPiece) -> None:
         whole = self.targets[item.part.name]
         assert whole is not None
-        target = whole.cut(self.store.slots[item.part.name].part, item.part.region)
+        target = whole.cut(self.store.all_slots[item.part.name].part, item.part.region)
         if item.content is not None:
             target.data.copy_(item.content.data)
         else:

@@ -110,7 +110,7 @@ class RefitWorkerExtension:
         self.refit_links = ()
 
     def nemo_fp8rl_load(
-        self, version: int, verify: bool, compare: bool
+        self, version: int, verify: bool, compare: bool, with_frozen: bool
     ) -> tuple[list[str], list[str], float, float, str]:
         """Load or compare a version.
 
@@ -123,17 +123,17 @@ class RefitWorkerExtension:
             if not self.refit_links:
                 raise RefitError("this engine has no link to a trainer")
             if compare:
-                self.weight_store.compare(self.refit_links, version)
+                self.weight_store.compare(self.refit_links, version, with_frozen)
                 return
             with set_current_vllm_config(self.vllm_config):  # as vLLM's own worker reloads
-                self.weight_store.load(self.refit_links, version, verify)
+                self.weight_store.load(self.refit_links, version, verify, with_frozen)
 
         _, refusal = _call_or_refuse(load, None)
         if refusal:
             self.nemo_fp8rl_disconnect()  # or the trainer would wait until the rest is read
             gc.collect()  # errors keep frames, these keep links, and the source is about to free the links' memory
         store = self.weight_store
-        repacked = store.slots.keys() - store.direct_names
+        repacked = store.all_slots.keys() - store.direct_names
         return sorted(store.direct_names), sorted(repacked), time.perf_counter() - start, store.verify_seconds, refusal
 
     def nemo_fp8rl_read_kv_scales(self) -> str:

@@ -2,7 +2,7 @@
 
 router      logits, softmax and weights have the activations' dtype (Megatron's default is float32)
 expert      FP8: as a dense FP8 MLP. bfloat16: float32 throughout, except for the activation; where
-            `vllm_cpu_rounding.experts_are_dense_mlps`, as a dense MLP
+            `vllm_cpu_rounding.experts_are_dense_mlps`, and with an adapter, as a dense MLP
 combine     the experts' outputs times their weights, summed in the experts' order in float32, with one rounding
             (Megatron multiplies the activation before the down projection, and rounds). Ranks that share the matrices
             of a dense MLP sum and round its output before they weigh it (Megatron sums outputs that are weighed)
@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
+from nemo_fp8rl.policy.layers.low_rank import LowRank
 from nemo_fp8rl.policy.on_cpu.avx_experts import linear_in_kernel_order, silu_product_in_kernel_order
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import experts_are_dense_mlps, experts_sum_in_order, round_as_kernel
 
@@ -57,7 +58,8 @@ def _is_quantized(expert: MLP) -> bool:
 
 
 def _is_dense_mlp(expert: MLP) -> bool:
-    return _is_quantized(expert) or experts_are_dense_mlps()
+    has_adapter = any(isinstance(linear, LowRank) for linear in (expert.linear_fc1, expert.linear_fc2))
+    return _is_quantized(expert) or has_adapter or experts_are_dense_mlps()
 
 
 def _run_expert(expert: MLP, x: Tensor) -> Tensor:

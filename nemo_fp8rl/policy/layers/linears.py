@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import LinearRecipe, quantized_linear
+from nemo_fp8rl.fp8 import BlockScaled, LinearRecipe, quantize_blockwise, quantized_linear
 from nemo_fp8rl.fp8.fp4_training.random_bits import GradientBits, LayerBits
-from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
+from nemo_fp8rl.fp8.linear import frozen_linear, is_bf16_matmul_fast
 from nemo_fp8rl.policy.weights.hf_names import parameters_by_hf_name
 from nemo_fp8rl.policy.weights.layout import EXPERT, Layout
 
@@ -66,12 +66,14 @@ class QuantizedMatmul(Fp8MatmulLayer, CustomMatmul):
 
     weight_encode:  float32 [], the factor of the weight's global scale, in a format that has one (`GlobalScales`)
     gradient_bits:  for a recipe that rounds gradients stochastically (`give_gradient_bits`)
+    base:           the quantized weight of a layer whose weight is frozen (`freeze`); `weight` is then empty
     """
 
     kernel_name = "fp8.linear (emulated)"
     recipe: LinearRecipe
     weight_encode: Tensor | None
     gradient_bits: LayerBits | None = None
+    base: BlockScaled | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,9 +87,27 @@ class QuantizedMatmul(Fp8MatmulLayer, CustomMatmul):
             self.weight_encode = self.weight_encode.float()
         return self
 
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Keep the quantized weight alone; nothing trains it."""
+        weight: torch.nn.Parameter = self.weight  # type: ignore[attr-defined]
+        format, scale_format = self.recipe.format, self.recipe.scale_format
+        self.base = quantize_blockwise(weight, format=format, scale_format=scale_format, encode=self.weight_encode)
+        weight.data = weight.data.new_empty(0)
+
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        output = quantized_linear(x, weight, self.recipe, out_dtype, self.weight_encode, self.gradient_bits)
+        if self.base is not None:
+            output = frozen_linear(x, self.base, self.recipe, out_dtype, self.gradient_bits)
+        else:
+            output = quantized_linear(x, weight, self.recipe, out_dtype, self.weight_encode, self.gradient_bits)
         return output if bias is None else output + bias
+
+
+def freeze_base(model: torch.nn.Module) -> None:
+    """Keep the weights of quantized layers in their format alone."""
+    for layer in model.modules():
+        if isinstance(layer, QuantizedMatmul):
+            layer.freeze()
 
 
 def give_gradient_bits(model: torch.nn.Module, layout: Layout, trainer: GradientBits) -> None:
@@ -132,13 +152,15 @@ class Float32Backward(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dy = grads[0].float()
-        rows = dy.reshape(-1, dy.size(-1))
-        dw = rows.t() @ x.reshape(-1, x.size(-1)).float()
-        db = rows.sum(0).to(x.dtype) if ctx.has_bias else None
-        return (dy @ weight.float()).to(x.dtype), dw.to(weight.dtype), db
+        rows, dw, db = dy.reshape(-1, dy.size(-1)), None, None
+        if ctx.needs_input_grad[1]:
+            dw = (rows.t() @ x.reshape(-1, x.size(-1)).float()).to(weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            db = rows.sum(0).to(x.dtype)
+        return (dy @ weight.float()).to(x.dtype), dw, db
 
 
 class QkvByKind:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_fp8rl.common.region import Region, region_slices
+from nemo_fp8rl.hf.adapters import is_adapter
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.config_dtype import write_dtype
 from nemo_fp8rl.hf.hub import MODEL_FILES, TOKENIZER_FILES
@@ -27,8 +28,8 @@ from nemo_fp8rl.policy.weights.layout import EXPERT, Layout
 
 @torch.no_grad()
 def load_hf(folder: Path, model: torch.nn.Module, layout: Layout) -> None:
-    """Set every parameter of a rank from an HF checkpoint folder; nothing else sets them."""
-    parameters = dict(model.named_parameters())
+    """Set every parameter of a rank, adapters excepted, from an HF checkpoint folder; nothing else sets them."""
+    parameters = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
     shapes = expected_tensors(layout.hf)
     with CheckpointReader(folder) as reader:
         reader.check(shapes)

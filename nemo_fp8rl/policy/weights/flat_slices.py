@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
-from nemo_fp8rl.policy.weights.hf_names import from_hf
+from nemo_fp8rl.policy.weights.adapter_names import trained_from_hf
 from nemo_fp8rl.policy.weights.layout import Layout
 
 STRIDE = 1 << 40
@@ -38,7 +38,7 @@ class RowRun(NamedTuple):
 
 
 def locate_rows(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, list[RowRun]]]:
-    """Yield (Megatron's name, runs of rows) for every parameter of the rank; padding is in no run.
+    """Yield (Megatron's name, runs of rows) for every trained parameter of the rank; padding is in no run.
 
     shapes:  the shapes of the whole HF tensors, by name
     """
@@ -52,7 +52,7 @@ def locate_rows(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Iterat
         regions.append((name, region))
         return torch.arange(begin + start, begin + stop).view(-1, *(1 for _ in rest))
 
-    for parameter, numbers in from_hf(layout, number_rows):
+    for parameter, numbers in trained_from_hf(layout, number_rows):
         yield parameter, list(_find_runs(numbers.flatten(), regions))
         regions.clear()
 

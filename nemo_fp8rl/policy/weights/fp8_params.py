@@ -9,13 +9,14 @@ columns are the transpose of the rows.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled
-from nemo_fp8rl.fp8.block_scaled import E4M3
+from nemo_fp8rl.fp8.block_scaled import E4M3, repeat_rows
 from nemo_fp8rl.policy.weights.hf_names import hf_views
 from nemo_fp8rl.policy.weights.layout import Layout
 
@@ -30,27 +31,37 @@ def fp8_view(parameter: Any) -> BlockScaled:
     return BlockScaled(parameter._rowwise_data.view(E4M3), parameter._rowwise_scale_inv[:, :columns], BLOCK)
 
 
-def refit_views(layout: Layout, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | BlockScaled]]:
-    """Yield `hf_views` of the parameters; those in FP8 come as bytes with scales.
+def refit_views(
+    layout: Layout, parameters: Mapping[str, Tensor], quantized: Mapping[str, BlockScaled]
+) -> Iterator[tuple[str, Tensor | BlockScaled]]:
+    """Yield `hf_views` of the parameters; those that are quantized come as bytes with scales.
 
     parameters:  by Megatron's names
+    quantized:   the weights that exist only in a quantized format, by the same names
     """
-    if not any(map(is_fp8, parameters.values())):
+    if not quantized:
         yield from hf_views(layout, lambda name: parameters[name].detach())
         return
+    last: list[BlockScaled | None] = [None]
 
     def data(name: str) -> Tensor:
-        return fp8_view(parameters[name]).data if is_fp8(parameters[name]) else parameters[name].detach()
+        last[0] = quantized.get(name)
+        return parameters[name].detach() if last[0] is None else last[0].data
 
     def scales(name: str) -> Tensor:
         """Return one row of scales for each row of the weight, so that both are cut alike."""
-        if not is_fp8(parameters[name]):
+        weight = quantized.get(name)
+        if weight is None:
             return parameters[name].detach()
-        return fp8_view(parameters[name]).scale_inv.repeat_interleave(BLOCK[0], 0)
+        return repeat_rows(weight.scale_inv, weight.block[0], weight.data.size(-2))
 
     pairs = zip(hf_views(layout, data), hf_views(layout, scales), strict=True)
     for (name, part), (_, rows) in pairs:
-        yield name, BlockScaled(part, rows[..., :: BLOCK[0], :], BLOCK) if part.dtype is E4M3 else part
+        weight = last[0]
+        if weight is None:
+            yield name, part
+        else:
+            yield name, replace(weight, data=part, scale_inv=rows[..., :: weight.block[0], :])
 
 
 def storage_tensors(parameter: Any) -> list[Tensor]:

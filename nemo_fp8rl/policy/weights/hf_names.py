@@ -6,7 +6,7 @@ above up. A rank maps the parts of its `Layout`. Megatron numbers layers and exp
 whole model. `to_hf` yields views where the layout allows it, `hf_views` always.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,14 +47,13 @@ def from_hf(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
     hf = layout.hf
     if layout.is_first_stage:
         yield MEGATRON_EMBEDDING, _pad_rows(layout, get(EMBEDDING))
-    for megatron, layer in _layer_prefixes(layout):
+    for megatron, layer in layer_prefixes(layout):
         for megatron_name, hf_name in layer_tensors(hf.family).items():
             yield megatron + megatron_name, get(layer + hf_name)
         for leaf in qkv_leaves(hf.family):
             qkv = [get(f"{layer}self_attn.{x}_proj.{leaf}") for x in "qkv"]
-            grouped = torch.cat([part.view(layout.qkv_groups, -1, *part.shape[1:]) for part in qkv], 1)
-            yield f"{megatron}self_attention.linear_qkv.{leaf}", grouped.flatten(0, 1)
-        for megatron_name, hf_name in _mlp_prefixes(layout, megatron, layer):
+            yield f"{megatron}self_attention.linear_qkv.{leaf}", fuse_qkv(layout, qkv)
+        for megatron_name, hf_name in mlp_names(layout, megatron, layer):
             yield megatron_name.format("fc1"), torch.cat([get(f"{hf_name}{x}_proj.weight") for x in ("gate", "up")])
             yield megatron_name.format("fc2"), get(hf_name + "down_proj.weight")
     if layout.is_last_stage:
@@ -81,16 +80,14 @@ def hf_views(layout: Layout, get: Get) -> Iterator[tuple[str, Tensor]]:
     tokens = len(layout.vocabulary)
     if layout.is_first_stage:
         yield EMBEDDING, get(MEGATRON_EMBEDDING)[:tokens]
-    for megatron, layer in _layer_prefixes(layout):
+    for megatron, layer in layer_prefixes(layout):
         for megatron_name, hf_name in layer_tensors(hf.family).items():
             yield layer + hf_name, get(megatron + megatron_name)
         for leaf in qkv_leaves(hf.family):
-            qkv = get(f"{megatron}self_attention.linear_qkv.{leaf}")
-            grouped = qkv.view(layout.qkv_groups, -1, *qkv.shape[1:])
-            keys = hf.num_key_value_heads * hf.head_dim // layout.tensor.size // layout.qkv_groups
-            for x, part in zip("qkv", grouped.split([grouped.size(1) - 2 * keys, keys, keys], 1), strict=True):
+            qkv = split_qkv(layout, get(f"{megatron}self_attention.linear_qkv.{leaf}"))
+            for x, part in zip("qkv", qkv, strict=True):
                 yield f"{layer}self_attn.{x}_proj.{leaf}", part if leaf == "weight" else part.flatten()
-        for megatron_name, hf_name in _mlp_prefixes(layout, megatron, layer):
+        for megatron_name, hf_name in mlp_names(layout, megatron, layer):
             gate, up = get(megatron_name.format("fc1")).chunk(2)
             yield hf_name + "gate_proj.weight", gate
             yield hf_name + "up_proj.weight", up
@@ -113,13 +110,25 @@ def parameters_by_hf_name(layout: Layout, model: torch.nn.Module) -> dict[str, s
     return {hf_name: names[int(numbers.flatten()[0])] for hf_name, numbers in hf_views(layout, number)}
 
 
-def _layer_prefixes(layout: Layout) -> Iterator[tuple[str, str]]:
+def fuse_qkv(layout: Layout, qkv: Sequence[Tensor]) -> Tensor:
+    """Return the rank's rows of q, k and v, [rows, ...] each, as one tensor in the order of `linear_qkv`."""
+    return torch.cat([part.view(layout.qkv_groups, -1, *part.shape[1:]) for part in qkv], 1).flatten(0, 1)
+
+
+def split_qkv(layout: Layout, qkv: Tensor) -> tuple[Tensor, ...]:
+    """Return the queries, keys and values of `linear_qkv` as views [groups, rows, ...]."""
+    grouped = qkv.view(layout.qkv_groups, -1, *qkv.shape[1:])
+    keys = layout.hf.num_key_value_heads * layout.hf.head_dim // layout.tensor.size // layout.qkv_groups
+    return grouped.split([grouped.size(1) - 2 * keys, keys, keys], 1)
+
+
+def layer_prefixes(layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield (Megatron's prefix, HF's prefix) for every layer of the rank."""
     for local, i in enumerate(layout.layers):
         yield f"decoder.layers.{local}.", f"model.layers.{i}."
 
 
-def _mlp_prefixes(layout: Layout, megatron: str, layer: str) -> Iterator[tuple[str, str]]:
+def mlp_names(layout: Layout, megatron: str, layer: str) -> Iterator[tuple[str, str]]:
     """Yield (Megatron's name with `{}` for fc1 or fc2, HF's prefix) for a layer's gated MLPs: one, or the experts."""
     if not layout.hf.family.experts:
         yield megatron + "mlp.linear_{}.weight", layer + "mlp."

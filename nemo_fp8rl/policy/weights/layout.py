@@ -15,11 +15,15 @@ from nemo_fp8rl.common.region import Region, full_region
 from nemo_fp8rl.config.policy_schema import MegatronConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import BLOCK
+from nemo_fp8rl.hf.adapters import NO_ADAPTERS, Adapters
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides, pipeline_stages
 from nemo_fp8rl.hf.fp8_layers import attention_dimensions, mlp_dimension, requested_fp8_layers
 from nemo_fp8rl.hf.model_config import HfConfig
 
-SPLIT = re.compile(r"(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.)")
+SPLIT = re.compile(
+    r"\b(?:(?P<rows>(?:embed_tokens|lm_head|(?:[qkv]|gate|up)_proj)\.)|(?P<columns>(?:o|down)_proj\.(?!lora_B)))"
+)
+"""Tensors that ranks share. Of an adapter they share B where a layer's rows are split, and A where its columns are."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 KEY_PREFIX = "policy.megatron_cfg"
 
@@ -51,6 +55,7 @@ class Layout:
     first_stage_layers:  number of layers of the first stage if it differs from that of other stages
     last_stage_layers:   the same for the last stage
     grouped_experts:     True if one Megatron layer has all experts of a rank, as with Transformer Engine
+    adapters:            the adapters of the model
     """
 
     hf: HfConfig
@@ -64,6 +69,7 @@ class Layout:
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     grouped_experts: bool = False
+    adapters: Adapters = NO_ADAPTERS
 
     @property
     def layers(self) -> range:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import shape_of, start_of
-from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.optimizer import optimizer_parts
+from nemo_fp8rl.policy.weights.adapter_names import trained_tensors
 from nemo_fp8rl.policy.weights.checkpoint import assemble_on_first
 from nemo_fp8rl.policy.weights.flat_slices import locate_rows, slice_boxes
 from nemo_fp8rl.policy.weights.hf_names import MEGATRON_HEAD
@@ -51,7 +51,7 @@ def save_optimizer(
     except OSError as error:
         writer.error = error
     parameters, slices = dict(model.named_parameters()), state_slices(model, optimizer)
-    for parameter, runs in locate_rows(layout, expected_tensors(layout.hf)):
+    for parameter, runs in locate_rows(layout, trained_tensors(layout)):
         if parameter == MEGATRON_HEAD and layout.hf.tie_word_embeddings:
             continue  # the first stage writes the same values
         frozen = not parameters[parameter].requires_grad
@@ -80,7 +80,7 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
             raise ValueError(f"steps of {adam_steps:g} and {schedule_steps}")
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
-    slices, shapes = state_slices(model, optimizer), expected_tensors(layout.hf)
+    slices, shapes = state_slices(model, optimizer), trained_tensors(layout)
     with PartReader(folder) as reader:
         reader.check({f"{name}.{kind}": shape for name, shape in shapes.items() for kind in (MASTER, *MOMENTS)})
         for (parameter, runs), kind in product(locate_rows(layout, shapes), _value_kinds(adam_steps)):

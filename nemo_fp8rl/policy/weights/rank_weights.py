@@ -1,6 +1,7 @@
 """The weights of one rank in the forms that engines, checkpoints and the reference policy need."""
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from nemo_fp8rl.algorithms.quantization_error import (
     weight_squares,
 )
 from nemo_fp8rl.fp8 import BlockScaled, Format, Fp8Layers, ScaleFormat
+from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
+from nemo_fp8rl.policy.weights.adapter_names import adapter_views
 from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, refit_views, storage_tensors
 from nemo_fp8rl.policy.weights.hf_names import to_hf
 from nemo_fp8rl.policy.weights.layout import Layout
@@ -29,6 +32,7 @@ class RankWeights:
     def __init__(self, layout: Layout, model: torch.nn.Module, optimizer: Any, dtype: torch.dtype) -> None:
         self.layout, self.model, self.optimizer, self.dtype = layout, model, optimizer, dtype
         self.parameters = dict(model.named_parameters())
+        self.quantized_layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, QuantizedMatmul)}
 
     def storage_tensors(self) -> list[Tensor]:
         """Return the plain tensors of all parameters, with FP8 columns; they can be copied and written in place."""
@@ -36,11 +40,21 @@ class RankWeights:
 
     def for_refit(self) -> Iterator[tuple[str, Tensor | BlockScaled]]:
         """Yield (HF name, this rank's part) of the weights that it may send; FP8 weights come as bytes with scales."""
-        views = refit_views(self.layout, self.parameters)
-        return ((name, part) for name, part in views if self.layout.may_send(name))
+        base = refit_views(self.layout, self.parameters, self._quantized())
+        adapters = adapter_views(self.layout, lambda name: self.parameters[name].detach())
+        return ((name, part) for name, part in chain(base, adapters) if self.layout.may_send(name))
+
+    def _quantized(self) -> dict[str, BlockScaled]:
+        """Return the weights that exist only in a quantized format, by Megatron's name."""
+        fp8 = {name: fp8_view(parameter) for name, parameter in self.parameters.items() if is_fp8(parameter)}
+        return fp8 | {
+            f"{name}.weight": layer.base for name, layer in self.quantized_layers.items() if layer.base is not None
+        }
 
     def for_checkpoint(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, this rank's part) of all weights, as views where possible; all ranks call it together.
+
+        With adapters these are the adapters alone, because the base does not change.
 
         For a weight that exists only in FP8 the ranks that write get the values from which it was quantized.
         """
@@ -50,7 +64,7 @@ class RankWeights:
             parameter = self.parameters[name]
             return masters(name).to(self.dtype) if is_fp8(parameter) else parameter.detach()
 
-        return to_hf(self.layout, part)
+        return adapter_views(self.layout, part) if self.layout.adapters else to_hf(self.layout, part)
 
     def squares(
         self, fp8_layers: Fp8Layers, scale_format: ScaleFormat, format: Format, encodes: Mapping[str, Tensor]

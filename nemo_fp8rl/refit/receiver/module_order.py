@@ -14,7 +14,7 @@ well, then it is stalled for a module before this one.
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
-from nemo_fp8rl.refit.manifest import Route, TensorPart
+from nemo_fp8rl.refit.manifest import TensorPart
 
 
 class ModuleOrder:
@@ -24,7 +24,7 @@ class ModuleOrder:
     modules: the module of each tensor that a loader keeps until its module is complete, by the tensor's name
     """
 
-    def __init__(self, routes: Sequence[Route], modules: Mapping[str, Hashable]) -> None:
+    def __init__(self, routes: Sequence[Sequence[TensorPart]], modules: Mapping[str, Hashable]) -> None:
         self.modules = modules
         self.missing = [Counter(modules[part.name] for part in route if part.name in modules) for route in routes]
         """For each link, the number of pieces that are still to arrive, by module."""

@@ -49,6 +49,7 @@ def receive_pieces(
     version: int,
     modules: Mapping[str, Hashable] = MappingProxyType({}),
     checks: DeferredChecks | None = None,
+    with_frozen: bool = True,
 ) -> Iterator[ReceivedPiece]:
     """Yield every piece of a version that the links bring.
 
@@ -57,6 +58,7 @@ def receive_pieces(
 
     modules: as in `ModuleOrder`
     checks:  the caller's checks of a message, which are finished before the message is released
+    with_frozen: tensors that never change come as well
     Raises:  RefitError if a message is lost, repeated, out of order, of another version, or not on the route, if a
              source gave up, and if a link breaks
     """
@@ -66,8 +68,8 @@ def receive_pieces(
         for i, link in enumerate(links)
     ]
     checks = checks or DeferredChecks()
-    progress = [_RouteProgress(link.route, version, checks) for link in links]
-    order = ModuleOrder([link.route for link in links], modules)
+    progress = [_RouteProgress(link.route, version, checks, with_frozen) for link in links]
+    order = ModuleOrder([[route.route[i] for i in sorted(route.missing)] for route in progress], modules)
     unread = [deque[tuple[Header, Tensor]]() for _ in links]
     try:
         while not all(route.is_complete for route in progress):
@@ -107,11 +109,11 @@ def _read_link(i: int, end: ReceivingEnd, messages: "SimpleQueue[tuple[int, Head
 
 
 class _RouteProgress:
-    """The pieces of one route that are still to arrive."""
+    """The pieces of one route that are still to arrive. missing: their positions in the route"""
 
-    def __init__(self, route: Route, version: int, checks: DeferredChecks) -> None:
+    def __init__(self, route: Route, version: int, checks: DeferredChecks, with_frozen: bool) -> None:
         self.route, self.version, self.checks = route, version, checks
-        self.missing = set(range(len(route)))
+        self.missing = {i for i, part in enumerate(route) if with_frozen or not part.is_frozen}
         self.sequence = 0
         self.is_complete = False
 

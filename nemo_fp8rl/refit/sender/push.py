@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled, NonFiniteError
-from nemo_fp8rl.fp8.block_scaled import count_nans, describe_non_finite, is_finite
+from nemo_fp8rl.fp8.block_scaled import count_nans, describe_non_finite, is_finite, scale_values
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest, on_gpu
 from nemo_fp8rl.refit.manifest import Route, TensorPart
 from nemo_fp8rl.refit.message import Encoding, Entry
@@ -50,15 +50,20 @@ class Piece:
 
 
 class Push:
-    """The state of one push. writers: the links that still work; pieces: by tensor name; report: filled as it goes."""
+    """The state of one push. writers: the links that still work; pieces: by tensor name; report: filled as it goes.
 
-    def __init__(self, version: int, links: Mapping[LinkId, Link]) -> None:
+    with_frozen: see `WeightSender.send`
+    """
+
+    def __init__(self, version: int, links: Mapping[LinkId, Link], with_frozen: bool = True) -> None:
         self.report, self.checks = SendReport(), DeferredChecks()
         self.writers = {i: BucketWriter(link.end, version, self._flush, self.checks) for i, link in links.items()}
         self.pieces: dict[str, list[Piece]] = {}
         by_region: dict[tuple[str, Region], Piece] = {}
         for i, link in links.items():
             for position, part in enumerate(link.route):
+                if part.is_frozen and not with_frozen:
+                    continue
                 key = part.name, part.region
                 if key not in by_region:
                     by_region[key] = Piece(part)
@@ -90,11 +95,15 @@ class Push:
 
     def check_codes(self, part: TensorPart, quantized: BlockScaled) -> None:
         """Raise NonFiniteError, on a GPU later, if FP8 values or their scales are not finite."""
-        count = count_nans(quantized.data)  # of E4M3, in which alone a trainer stores weights
+        scales = scale_values(quantized.scale_inv, quantized.format)
+        if quantized.format.is_fp4:  # E2M1 has no NaN
+            self.check_finite(part, scales)
+            return
+        count = count_nans(quantized.data)
         if on_gpu(count):
             self.checks.read(count, partial(_raise_for_codes, part))
-            self.check_finite(part, quantized.scale_inv)
-        elif count or not is_finite(quantized.scale_inv):
+            self.check_finite(part, scales)
+        elif count or not is_finite(scales):
             raise NonFiniteError(f"{int(count)} of {quantized.data.numel()} FP8 values, or their scales, are NaN")
 
     def reserve(self, piece: Piece, nbytes: int) -> Tensor | None:

@@ -18,16 +18,23 @@ def cut_weight(weight: Tensor | BlockScaled, part: TensorPart, region: Region) -
             below the other in it
     """
     if isinstance(weight, BlockScaled):
-        assert weight.format.values_per_byte == 1, "no trainer stores weights in FP4"
+        assert part.format is not None
         shape, blocks = scale_shape(part.shape, weight.block), blocks_of(part.region, weight.format)
         scales = TensorPart.of(part.name, torch.float32, shape, blocks)
-        return BlockScaled(
-            _cut_tensor(weight.data, part, region, weight.block[0]),
-            _cut_tensor(weight.scale_inv, scales, blocks_of(region, weight.format), 1),
-            weight.block,
-            weight.format,
+        data = TensorPart.of(part.name, weight.dtype, part.format.data_shape(part.shape), _in_bytes(part.region, part))
+        return replace(
+            weight,
+            data=_cut_tensor(weight.data, data, _in_bytes(region, part), weight.block[0]),
+            scale_inv=_cut_tensor(weight.scale_inv, scales, blocks_of(region, weight.format), 1),
         )
     return _cut_tensor(weight, part, region, part.format.weight_block[0] if part.format else 1)
+
+
+def _in_bytes(region: Region, part: TensorPart) -> Region:
+    """Return the region of a quantized part's bytes, which may hold two values each."""
+    assert part.format is not None
+    *rows, (first, end) = region
+    return (*rows, (first // part.format.values_per_byte, end // part.format.values_per_byte))
 
 
 def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int) -> Tensor:
@@ -47,15 +54,16 @@ def _cut_tensor(weight: Tensor, part: TensorPart, region: Region, block: int) ->
     return matrices.flatten(0, 1)[rows.start - first * height : rows.stop - first * height]
 
 
-def as_block_scaled(values: Tensor, part: TensorPart, content: Content) -> BlockScaled:
-    """Return views of the content of a quantized piece in the shape of `values`, which may be a stack.
+def as_block_scaled(shape: tuple[int, ...], part: TensorPart, content: Content) -> BlockScaled:
+    """Return views of the content of a quantized piece for values of `shape`, which may be a stack.
 
     The global scale of a stack is no view, because each of its matrices needs memory of its own.
     """
     whole = content.as_block_scaled(part)
-    if values.dim() == content.data.dim():
+    if len(shape) == content.data.dim():
         return whole
-    data_shape = whole.format.data_shape(tuple(values.shape))
-    scales = whole.scale_inv.view(scale_shape(values.shape, whole.block))
-    global_scale = None if whole.global_scale is None else whole.global_scale.repeat(values.size(0))
-    return replace(whole, data=whole.data.view(data_shape), scale_inv=scales, global_scale=global_scale)
+    scales = whole.scale_inv.view(scale_shape(shape, whole.block))
+    global_scale = None if whole.global_scale is None else whole.global_scale.repeat(shape[0])
+    return replace(
+        whole, data=whole.data.view(whole.format.data_shape(shape)), scale_inv=scales, global_scale=global_scale
+    )

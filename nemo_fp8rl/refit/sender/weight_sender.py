@@ -53,6 +53,7 @@ class WeightSender:
         delta: bool = False,
         keep: bool = False,
         digests: bool = True,
+        with_frozen: bool = True,
         encodes: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> SendReport:
         """Send every link its pieces of these weights. A link that breaks is left out of the rest and reported.
@@ -63,12 +64,13 @@ class WeightSender:
         delta:   every sink has the bytes that this rank kept: send the changes
         keep:    keep the bytes of this version for the next delta
         digests: send a digest of each piece
+        with_frozen: send tensors that never change as well; every sink has them otherwise
         encodes: by name, float32 [], the factors of weights whose format has a global scale; see `quantize_blockwise`
         Raises:  RefitError, with the tensor's name, on a weight that is not finite; the sinks then receive an abort
         """
         assert not delta or self.base_version >= 0
         self.base_version, self.encodes = -1, encodes
-        push = Push(version, links)
+        push = Push(version, links, with_frozen)
         if delta or keep:
             regions = {(name, piece.part.region) for name, pieces in push.pieces.items() for piece in pieces}
             self.base = {key: base for key, base in self.base.items() if key in regions}
@@ -109,7 +111,7 @@ class WeightSender:
                 entry.copy_(payload)
         with push.report.time_stage("encode"):
             digest = push.checks.take_digest(content) if digests else PendingDigest()
-            if keep and part.data_bytes >= MIN_DELTA_BYTES:
+            if keep and part.data_bytes >= MIN_DELTA_BYTES and not part.is_frozen:
                 self._base_of(part, values.device).copy_(payload)
         push.add(piece, entry, "full", digest)
 
@@ -132,12 +134,14 @@ class WeightSender:
     def _quantize(self, push: Push, part: TensorPart, values: Tensor | BlockScaled, content: Content) -> None:
         """Write the values to the content: FP8 is copied, a part that is FP8 is quantized, others are converted."""
         if isinstance(values, BlockScaled):
-            out = as_block_scaled(values.data, part, content)
+            out = as_block_scaled(values.shape, part, content)
             out.data.view(torch.uint8).copy_(values.data.view(torch.uint8))
-            out.scale_inv.copy_(values.scale_inv)
+            out.scale_inv.view(torch.uint8).copy_(values.scale_inv.view(torch.uint8))
+            if content.global_scale is not None and values.global_scale is not None:
+                content.global_scale.copy_(values.global_scale)
             push.check_codes(part, out)
         elif content.scale_inv is not None:
-            out, deferred = as_block_scaled(values, part, content), on_gpu(content.scale_inv)
+            out, deferred = as_block_scaled(tuple(values.shape), part, content), on_gpu(content.scale_inv)
             quantize_blockwise(values, out=out, check=not deferred, **self._rule_of(part))
             _keep_global_scale(content, out)
             if deferred:
@@ -149,7 +153,7 @@ class WeightSender:
     def _update(self, push: Push, part: TensorPart, values: Tensor | BlockScaled, content: Content) -> Delta | None:
         """Quantize over the content that was sent last, and return the changes; None if they are too many."""
         if content.scale_inv is not None and not isinstance(values, BlockScaled):
-            out = as_block_scaled(values, part, content)
+            out = as_block_scaled(tuple(values.shape), part, content)
             delta = quantize_delta(values, out.data, out=out, **self._rule_of(part))[1]
             _keep_global_scale(content, out)
             return delta

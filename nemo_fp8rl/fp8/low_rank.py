@@ -1,0 +1,29 @@
+"""The contract of low-rank adapters (LoRA): trainer and engine add the same bits to a linear layer's output.
+
+h = x A^T       rounded to the activations' dtype; where ranks share the columns of A, their float32 sum is rounded
+d = h B^T       rounded
+y + d * scale   each of the two operations rounded, as in HF's `peft` (tuners/lora/layer.py)
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x [..., K] and w [N, K] -> x w^T [..., N], rounded to the dtype of x."""
+
+
+def partial_rank(x: Tensor, a: Tensor) -> Tensor:
+    """Return a rank's part of h, float32 [..., r], where ranks share the columns K of x [..., K] and A [r, K]."""
+    return F.linear(x.float(), a.float())
+
+
+def expand_rank(y: Tensor, h: Tensor, b: Tensor, scale: float, product: Product = F.linear) -> Tensor:
+    """Return y + (h B^T) * scale, [..., N], of h [..., r] and B [N, r]."""
+    return y + product(h, b) * scale
+
+
+def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, product: Product = F.linear) -> Tensor:
+    """Return y + (x A^T) B^T * scale, [..., N], of x [..., K], A [r, K] and B [N, r]."""
+    return expand_rank(y, product(x, a), b, scale, product)

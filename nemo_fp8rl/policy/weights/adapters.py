@@ -1,0 +1,100 @@
+"""The values of a rank's adapters: their first values, and the folder of a checkpoint in the format of HF's `peft`."""
+
+import hashlib
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from nemo_fp8rl.common.region import region_slices
+from nemo_fp8rl.config.policy_schema import PeftConfig
+from nemo_fp8rl.hf.adapter_folder import read_adapter_folder, write_adapter_folder
+from nemo_fp8rl.hf.adapters import LORA_A, adapter_tensors
+from nemo_fp8rl.hf.part_files import PartReader, PartWriter
+from nemo_fp8rl.policy.weights.adapter_names import adapters_from_hf
+from nemo_fp8rl.policy.weights.layout import Layout
+
+PARTS = "parts"
+"""The folder in which ranks write their parts, until the first rank has assembled them."""
+NORMAL_STD = 0.2
+"""Of the first values by `normal`, as in Megatron-Bridge (peft/utils.py, `_get_init_fn`)."""
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, layout: Layout, peft: PeftConfig, seed: int) -> None:
+    """Set the first values of the rank's adapters. Each tensor is drawn whole, by its name, so no layout matters."""
+    shapes = adapter_tensors(layout.hf, layout.adapters)
+
+    def draw(name: str) -> Tensor:
+        shape = shapes[name]
+        method = peft.lora_A_init_method if f".{LORA_A}." in name else peft.lora_B_init_method
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        values = _draw_values(method, shape, generator)
+        return values[region_slices(layout.region(name, shape))]
+
+    _assign(model, layout, draw)
+
+
+def save_adapters(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], layout: Layout, rank: int, base_model: str, base_digest: str
+) -> Exception | None:
+    """Write the adapters; all ranks call it together. Returns the error that kept this rank from writing.
+
+    weights:      (name, this rank's part)
+    base_model:   policy.model_name
+    base_digest:  of the base (`hf.adapter_folder.base_digest`)
+    """
+    parts = folder / PARTS
+    shapes = adapter_tensors(layout.hf, layout.adapters)
+    writer = PartWriter(parts, f"rank_{rank}")
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        writer.error = error
+    for name, part in weights:
+        if layout.is_writer(name):
+            writer.add(name, part, tuple(start for start, _ in layout.region(name, shapes[name])))
+    writer.close()
+    dist.barrier()
+    if rank == 0 and writer.error is None:
+        try:
+            with PartReader(parts) as reader:
+                tensors = {name: reader.get(name, tuple((0, n) for n in shape)) for name, shape in shapes.items()}
+            write_adapter_folder(folder, layout.hf, layout.adapters, tensors, base_model, base_digest)
+            shutil.rmtree(parts)
+        except (OSError, SafetensorError) as error:
+            writer.error = error
+    return writer.error
+
+
+@torch.no_grad()
+def load_adapters(folder: Path, model: nn.Module, layout: Layout, base_digest: str) -> None:
+    """Set the rank's adapters from a folder. Raises UserError where it is not of this base and these adapters."""
+    tensors = read_adapter_folder(folder, layout.hf, layout.adapters, base_digest)
+    _assign(model, layout, lambda name: tensors[name][region_slices(layout.region(name, tuple(tensors[name].shape)))])
+
+
+def _assign(model: nn.Module, layout: Layout, get: Callable[[str], Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, values in adapters_from_hf(layout, get):
+        parameters[name].copy_(values)
+
+
+def _draw_values(method: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return values of torch's `nn.init` methods for a weight [out, in], float32."""
+    out, inputs = shape
+    values = torch.empty(shape)
+    if method == "xavier":
+        return values.normal_(0, math.sqrt(2 / (out + inputs)), generator=generator)
+    if method == "normal":
+        return values.normal_(0, NORMAL_STD, generator=generator)
+    if method == "kaiming":  # with a negative slope of sqrt(5)
+        bound = 1 / math.sqrt(inputs)
+        return values.uniform_(-bound, bound, generator=generator)
+    return values.zero_()
