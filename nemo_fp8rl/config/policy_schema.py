@@ -69,6 +69,9 @@ class SchedulerConfig(Block):
     """Advance once a rollout, after its optimizer steps (ours). NeMo RL does so. false: before every optimizer step."""
 
 
+AdapterInit = Literal["xavier", "kaiming", "normal", "zero"]
+
+
 @dataclass(frozen=True)
 class PeftConfig(Block):
     """Low-rank adapters (LoRA, arXiv 2106.09685) over a base that stays as it is; only the adapters are trained."""
@@ -88,11 +91,11 @@ class PeftConfig(Block):
     """Share of values that an adapter leaves out in a training step."""
     dropout_position: Annotated[Literal["pre", "post"], EarlierRuns("post"), NEMO_RL] = "post"
     """Dropout of an adapter's input or of its output."""
-    lora_A_init_method: Annotated[Literal["xavier", "kaiming", "normal", "zero"], EarlierRuns("xavier"), NEMO_RL] = (
+    lora_A_init_method: Annotated[AdapterInit, EarlierRuns("xavier"), NEMO_RL] = (
         "xavier"
     )
     """First values of A, the matrix that reads the input."""
-    lora_B_init_method: Annotated[Literal["xavier", "kaiming", "normal", "zero"], EarlierRuns("zero"), NEMO_RL] = "zero"
+    lora_B_init_method: Annotated[AdapterInit, EarlierRuns("zero"), NEMO_RL] = "zero"
     """First values of B. With zero the first policy is the base."""
 
 
