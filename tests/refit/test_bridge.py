@@ -367,6 +367,7 @@ def test_an_engine_killed_in_a_refit_is_replaced_and_gets_the_whole_version(make
         "delta": False,
         "keep": False,
         "digests": None,
+        "with_frozen": True,
     }
     assert run.holds()
     run.step()
