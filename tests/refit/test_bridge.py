@@ -428,7 +428,7 @@ def test_an_engine_that_is_given_up_before_the_trainer_has_begun_to_send_is_left
     run.trainer.withdraw(1)
     loads = run.engines.engines[0].ranks
     with ThreadPoolExecutor() as threads:
-        loading = [threads.submit(rank.load, 1, True, lambda: None) for rank in loads]
+        loading = [threads.submit(rank.load, 1, True, True, lambda: None) for rank in loads]
         begin.set()
         reports = run.trainer.finish_push()
         for load in loading:
