@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import full_region
-from nemo_fp8rl.hf.adapters import LORA_A, LORA_B, Adapters, expert_names, linear_modules
+from nemo_fp8rl.hf.adapters import LORA_A, LORA_B, Adapters, adapter_tensors, expert_names, linear_modules
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.safetensors_file import write_safetensors
@@ -97,6 +97,12 @@ def read_adapter_folder(folder: Path, hf: HfConfig, adapters: Adapters, digest: 
         raise UserError(f"{folder} lacks {error.args[0]}; policy.megatron_cfg.peft asks for other modules") from None
     if tensors:
         raise UserError(f"{folder} has {min(tensors)}, for which policy.megatron_cfg.peft has no module")
+    for name, shape in adapter_tensors(hf, adapters).items():
+        if tuple(result[name].shape) != shape:
+            raise UserError(
+                f"{folder}: {name} has shape {list(result[name].shape)}, the model of policy.model_name asks for "
+                f"{list(shape)}; give the model on which the adapters were trained"
+            )
     return result
 
 

@@ -50,7 +50,7 @@ from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
-from nemo_fp8rl.policy.weights.adapters import load_adapters, save_adapters
+from nemo_fp8rl.policy.weights.adapters import check_kind, load_adapters, save_adapters
 from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
 from nemo_fp8rl.policy.weights.global_scales import FOLDER as GLOBAL_SCALES
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
@@ -409,6 +409,7 @@ class MegatronWorker:
 
     def load(self, folder: str) -> None:
         self.offload.restore_parameters()
+        check_kind(Path(folder), self.layout.adapters)
         with megatron_on_cpu():
             if self.layout.adapters:
                 load_adapters(Path(folder) / "adapter", self.model, self.layout, self.base_digest)

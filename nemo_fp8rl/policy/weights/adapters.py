@@ -11,10 +11,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import region_slices
 from nemo_fp8rl.config.policy_schema import PeftConfig
 from nemo_fp8rl.hf.adapter_folder import read_adapter_folder, write_adapter_folder
-from nemo_fp8rl.hf.adapters import LORA_A, adapter_tensors
+from nemo_fp8rl.hf.adapters import KEY, LORA_A, Adapters, adapter_tensors
 from nemo_fp8rl.hf.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.weights.adapter_names import adapters_from_hf
 from nemo_fp8rl.policy.weights.layout import Layout
@@ -71,6 +72,20 @@ def save_adapters(
         except (OSError, SafetensorError) as error:
             writer.error = error
     return writer.error
+
+
+def check_kind(folder: Path, adapters: Adapters) -> None:
+    """Raise UserError where a checkpoint has weights and the run trains adapters, or the other way round."""
+    if adapters and not (folder / "adapter").is_dir() and (folder / "weights").is_dir():
+        raise UserError(
+            f"{folder} has weights and no adapters; set {KEY}.enabled=false, or start a new run with "
+            f"policy.model_name={folder}/weights, which trains adapters over them"
+        )
+    if not adapters and not (folder / "weights").is_dir() and (folder / "adapter").is_dir():
+        raise UserError(
+            f"{folder} has adapters and no weights; set {KEY}.enabled=true, or merge them by `nemo-fp8rl export "
+            f"--checkpoint {folder}/adapter --merge --format bf16` and start a new run with that as policy.model_name"
+        )
 
 
 @torch.no_grad()
