@@ -396,7 +396,7 @@ class MegatronWorker:
         weights = self.weights().for_checkpoint()
         sources = self.layout, self.rank, *self.source_folders
         if self.layout.adapters:
-            of_base = self.cfg.policy.model_name, self.base_digest
+            of_base = self.source_folders[1], self.cfg.policy.model_name, self.base_digest
             errors.append(save_adapters(path / "adapter", weights, self.layout, self.rank, *of_base))
         else:
             errors.append(save_hf(path / "weights", weights, self.cfg.policy.precision, *sources))

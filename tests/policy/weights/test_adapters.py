@@ -132,7 +132,10 @@ def _transpose(folder: Path) -> None:
         (lambda folder: (folder / CONFIG).write_text("{"), "cannot be read as adapters .*not complete"),
         (lambda folder: _edit(folder / CONFIG, r=None), "cannot be read as adapters .*not complete"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"\x10"), "cannot be read as adapters .*not complete"),
-        (lambda folder: _edit(folder / BASE, digest="0" * 16), "of another base .* set policy.model_name to .*/model"),
+        (
+            lambda folder: _edit(folder / BASE, digest="0" * 16),
+            "of another base .* give the one on which they were trained: policy.model_name",
+        ),
         (_drop_tensor, "lacks .*; policy.megatron_cfg.peft asks for other modules"),
         (_change_a_of_v_proj, "self_attn.qkv_proj have different lora_A"),
         (_transpose, r"has shape \[512, 8\], .* asks for \[8, 512\]"),
