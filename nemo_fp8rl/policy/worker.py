@@ -368,7 +368,7 @@ class MegatronWorker:
         return self.weights().squares(*rule)
 
     def save(self, folder: str, optimizer: bool = True) -> None:
-        """Write an HF checkpoint and the optimizer's state; all ranks call it together.
+        """Write an HF checkpoint, or the adapters, and the optimizer's state; all ranks call it together.
 
         Earlier weights and optimizer state in the folder are removed first, because a killed save may have been that of
         more ranks. Raises UserError on a full disk, and if a rank's node does not share the folder.

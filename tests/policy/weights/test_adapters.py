@@ -16,6 +16,7 @@ from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.hf.adapter_folder import BASE, CONFIG, WEIGHTS
+from nemo_fp8rl.hf.adapters import is_adapter
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
@@ -23,6 +24,7 @@ from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.run.directory import RunDirectory
 from tests.conftest import RECIPES
+from tests.policy.test_worker import random_batch, train
 from tests.run.test_directory import FakePolicy
 
 BLOCK = "policy.megatron_cfg.peft"
@@ -86,6 +88,26 @@ def test_a_rank_loads_what_it_saved(new_worker, saved, tmp_path):
         .mlp.linear_fc1.lora_A.ne(worker.model.decoder.layers[0].mlp.linear_fc1.lora_A)
         .any()
     )
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_training_goes_on_to_the_bit_and_leaves_the_base(new_worker, tmp_path, precision):
+    keys = (f"policy.precision={precision}", "policy.megatron_cfg.optimizer.lr=0.01")
+    through, first, second = (new_worker(*keys) for _ in range(3))
+    before = {name: p.detach().clone() for name, p in through.model.named_parameters()}
+    for step in range(4):
+        train(through, random_batch(step))
+    for step in range(2):
+        train(first, random_batch(step))
+    first.save(str(tmp_path))
+    second.load(str(tmp_path))
+    for step in range(2, 4):
+        train(second, random_batch(step))
+    for (name, expected), (_, actual) in zip(
+        through.model.named_parameters(), second.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(actual, expected), name
+        assert torch.equal(expected, before[name]) != is_adapter(name), name
 
 
 @pytest.mark.parametrize(
