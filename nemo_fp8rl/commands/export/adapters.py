@@ -41,8 +41,8 @@ class ExportedAdapters:
         """Raise UserError where vLLM does not serve these adapters beside a base."""
         if self.adapters.adapts_experts():
             raise UserError(
-                f"{self.folder} has adapters of experts, which vLLM's --enable-lora computes on some GPUs only and not "
-                "as the run did; give --merge"
+                f"{self.folder} has adapters of experts, which vLLM's --enable-lora does not compute on a CPU, and "
+                "which are untested on GPUs; give --merge"
             )
         if self.adapters.rank > max(RANKS):
             raise UserError(

@@ -66,9 +66,9 @@ def choose(
                 f"`vllm serve` with --enable-lora --lora-modules policy={checkpoint}, or give --merge, or --format to "
                 "quantize it"
             )
-        format = BF16
-    if format == BF16:
         return Choices(FP8, "pow2", 0, 0, (), recipe, is_bf16=True)
+    if format == BF16:
+        return Choices(FP8, "pow2", 0, 0, (), None, is_bf16=True)
     if flow == "bf16":
         recipe, recorded = None, {}
     run_format = flow.removesuffix("_e2e").removesuffix("_rollout") if recipe else "fp8"
