@@ -23,7 +23,7 @@ from nemo_fp8rl.hf.adapters import LORA_A, LORA_B, Adapters, adapter_tensors, ex
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.hub import split_hub_name
 from nemo_fp8rl.hf.model_config import HfConfig
-from nemo_fp8rl.hf.safetensors_file import write_safetensors
+from nemo_fp8rl.hf.storage.safetensors_file import write_safetensors
 
 WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 PREFIX = "base_model.model."

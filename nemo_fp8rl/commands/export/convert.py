@@ -32,7 +32,7 @@ from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, unalig
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.model_config import HfConfig, checkpoint_hint, read_hf_config
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, expected_tensors
-from nemo_fp8rl.hf.shard_writer import ShardWriter, TensorSpec
+from nemo_fp8rl.hf.storage.shard_writer import ShardWriter, TensorSpec
 from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
@@ -58,8 +58,8 @@ def export(
 ) -> bool:
     """Quantize a bfloat16 checkpoint into the new folder `output`; returns True.
 
-    One file of tensors (`hf.shard_writer.FILE_BYTES`) is in memory at a time. `output` appears complete or not at all:
-    the export writes to a folder next to it, which is removed after an error, or after a kill by the next export.
+    One file of tensors (`hf.storage.shard_writer.FILE_BYTES`) is in memory at a time. `output` appears complete or not
+    at all: the export writes to a folder next to it, which is removed after an error, or after a kill by the next export.
 
     checkpoint:  an HF folder of a supported family, or the folder of a run's adapters
     merge:       True adds the adapters to the weights of their base, False copies them beside the base

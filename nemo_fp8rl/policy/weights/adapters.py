@@ -17,7 +17,7 @@ from nemo_fp8rl.config.policy_schema import PeftConfig
 from nemo_fp8rl.hf.adapter_folder import read_adapter_folder, write_adapter_folder
 from nemo_fp8rl.hf.adapters import KEY, LORA_A, Adapters, adapter_tensors
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
-from nemo_fp8rl.hf.part_files import PartReader, PartWriter
+from nemo_fp8rl.hf.storage.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.weights.adapter_names import adapters_from_hf
 from nemo_fp8rl.policy.weights.layout import Layout
 
