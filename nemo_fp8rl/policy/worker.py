@@ -52,6 +52,7 @@ from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
 from nemo_fp8rl.policy.weights.adapters import check_kind, load_adapters, save_adapters
 from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
+from nemo_fp8rl.policy.weights.fp8_params import is_fp8
 from nemo_fp8rl.policy.weights.global_scales import FOLDER as GLOBAL_SCALES
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
 from nemo_fp8rl.policy.weights.optimizer_state import count_adam_steps, load_optimizer, save_optimizer
@@ -121,7 +122,7 @@ class MegatronWorker:
             self.model = build_model(config, self.layout, cfg, self.kv_cache).to(device)
             recomputes = cfg.policy.megatron_cfg.activation_checkpointing
             replay = RoutingReplay(self.model, self.layout, recomputes) if self.hf.family.experts else None
-            fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param
+            fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param and not adapters  # adapters are bfloat16
             self.ddp = build_ddp(config, self.model, cfg.policy.precision, fp8_param)
             self.optimizer = build_optimizer(cfg.policy, self.ddp, DTYPES[cfg.policy.precision], fp8_param)
         self.optimizer_steps, self.gradient_bits = 0, GradientBits(cfg.grpo.seed)
@@ -259,7 +260,7 @@ class MegatronWorker:
         """Name what quantizes the weights of this rank for a refit; "" without FP8 engines."""
         if not self.cfg.nemo_fp8rl.quantizes_rollout:
             return ""
-        if self.on_gpu() and self.cfg.nemo_fp8rl.fp8_param:
+        if any(map(is_fp8, self.model.parameters())):
             return "none: weights are sent as they are held"
         return kernels.describe(kernels.resolve("auto", "cuda" if self.on_gpu() else "cpu"))
 
