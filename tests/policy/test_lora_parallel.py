@@ -1,4 +1,4 @@
-"""Ranks that share a model train the same adapters as one rank. Processes on gloo; float32 unless a test says otherwise."""
+"""Ranks that share a model train the adapters of one rank. Processes on gloo; float32 unless a test says otherwise."""
 
 import pytest
 import torch
@@ -115,9 +115,7 @@ def _file(folder) -> bytes:
     return (folder / "adapter/adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layout"), [(QWEN2, TP), (MOE, (*SP, *EP, *ETP1)), (TIED, (*PP, AGAIN))], ids=case
-)
+@pytest.mark.parametrize(("sizes", "layout"), [(QWEN2, TP), (MOE, (*SP, *EP, *ETP1)), (TIED, (*PP, AGAIN))], ids=case)
 def test_a_resume_with_dropout_is_bitwise(two, recipe, tmp_path, sizes, layout):
     write_model(tmp_path / "model", seed=3, **sizes)
     dropout = ("policy.megatron_cfg.peft.dropout=0.2",)
