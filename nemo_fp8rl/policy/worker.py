@@ -7,7 +7,7 @@ torch.
 import shutil
 import socket
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -215,9 +215,11 @@ class MegatronWorker:
 
         with megatron_on_cpu():
             self.gradient_bits.start_step(self.optimizer_steps)
+            self.ddp.restore_grad_buffers()
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
+            with self._dropout():
+                metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
             finalize_model_grads([self.ddp])
             check_finite(metrics, self.ddp)
             if schedules:  # before the update, so that the first step of a warm-up already moves weights
@@ -225,10 +227,19 @@ class MegatronWorker:
             _, grad_norm, _ = self.optimizer.step()
             self.optimizer_steps += 1
             raises = 0 if self.layout.adapters else self.global_scales.update()  # a frozen base keeps its scales
+            if self.layout.adapters:  # between steps an adapter's parameter then has 14 bytes
+                self.ddp.offload_grad_buffers(empty_cache=False)
             if self.kv_cache is not None:
                 self.kv_cache.is_current = False
         metrics = {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
         return {**metrics, "global_scale_raises": float(raises)} if self.global_scales.matrices else metrics
+
+    def _dropout(self) -> AbstractContextManager[None]:
+        """Return a block in which adapters drop values as this optimizer step and this rank do, also after a resume."""
+        if self.model.adapters is None:
+            return nullcontext()
+        rank = self.layout.dropout_seed(self.cfg.policy.megatron_cfg.sequence_parallel)
+        return self.model.adapters.training(self.pipeline.device, self.cfg.grpo.seed, self.optimizer_steps, *rank)
 
     def weights(self) -> RankWeights:
         """Return the weights of this rank, on its device again after an offload; FP8 weights come without columns."""

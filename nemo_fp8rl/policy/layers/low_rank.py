@@ -6,7 +6,9 @@
 What ranks exchange for an adapter has r values a token. Every rank has the whole h = x A^T, so any rank r is possible.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -46,6 +48,24 @@ class AdapterState:
     @classmethod
     def of(cls, peft: PeftConfig) -> "AdapterState":
         return cls(peft.dim, peft.alpha / peft.dim, peft.dropout, peft.dropout_position)
+
+    @contextmanager
+    def training(self, device: torch.device, *seed: int) -> Iterator[None]:
+        """Drop values within the block, by a generator that starts from these numbers; torch's own is left as it was.
+
+        Layers that are computed again drop the same values, because Megatron then restores the generator's state.
+        """
+        if not self.dropout:
+            yield
+            return
+        digest = hashlib.sha256(" ".join(map(str, ("dropout", *seed))).encode()).digest()
+        self.is_training = True
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                yield
+        finally:
+            self.is_training = False
 
     def drop(self, x: Tensor, position: Literal["pre", "post"]) -> Tensor:
         is_due = self.is_training and self.dropout and position == self.dropout_position
