@@ -91,9 +91,7 @@ class PeftConfig(Block):
     """Share of values that an adapter leaves out in a training step."""
     dropout_position: Annotated[Literal["pre", "post"], EarlierRuns("post"), NEMO_RL] = "post"
     """Dropout of an adapter's input or of its output."""
-    lora_A_init_method: Annotated[AdapterInit, EarlierRuns("xavier"), NEMO_RL] = (
-        "xavier"
-    )
+    lora_A_init_method: Annotated[AdapterInit, EarlierRuns("xavier"), NEMO_RL] = "xavier"
     """First values of A, the matrix that reads the input."""
     lora_B_init_method: Annotated[AdapterInit, EarlierRuns("zero"), NEMO_RL] = "zero"
     """First values of B. With zero the first policy is the base."""
