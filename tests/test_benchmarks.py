@@ -23,6 +23,7 @@ ARGUMENTS = {
     "in_flight": ["--dry-run", "--json", "{}/figures.json"],
     "layouts": ["--steps", "1", "--folder", "{}"],
     "logprobs": ["--rows", "2", "--tokens", "2048", "--hidden", "16", "--json", "{}/figures.json"],
+    "lora": ["--dry-run", "--folder", "{}", "--json", "{}/figures.json"],
     "loss": ["--rows", "32", "--columns", "256", "--rounds", "1", "--json", "{}/figures.json"],
     "mismatch": ["--steps", "1", "--folder", "{}"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
