@@ -19,7 +19,6 @@ from nemo_fp8rl.config.fp8rl_schema import NoiseConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.hub import checkpoint_folder
-from nemo_fp8rl.policy.model import DTYPES
 
 NORM = re.compile(r"model\.layers\.\d+\.(input|post_attention)_layernorm\.weight")
 LOST = 0.1
@@ -124,7 +123,7 @@ def describe_lost_noise(cfg: Config) -> str:
     noise, steps = NormNoise.of(cfg), cfg.grpo.max_num_steps
     if not noise.noise.enabled:
         return ""
-    dtype = DTYPES[cfg.policy.precision]
+    dtype: torch.dtype = getattr(torch, cfg.policy.precision)
     with CheckpointReader(checkpoint_folder(cfg.policy.model_name, weights=True)) as reader:
         norms = [(name, reader.get(name).to(dtype)) for name in sorted(reader.names) if noise.concerns(name)]
     sigmas = sorted({sigma_of(noise.noise, version, steps) for version in range(steps)} - {0.0}, reverse=True)
