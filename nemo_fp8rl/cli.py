@@ -192,6 +192,7 @@ def _export(arguments: argparse.Namespace) -> bool:
         arguments.quantization_ignored_layer_kws,
         arguments.format,
         arguments.weight_block,
+        arguments.merge,
     )
 
 

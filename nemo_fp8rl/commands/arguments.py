@@ -211,9 +211,12 @@ def _add_models(commands: Commands) -> None:
         "--checkpoint runs/a/checkpoints/step_100/policy/weights --output a-fp8 # then: vllm serve a-fp8",
     )
     export.description = "An option left out follows the run whose checkpoint it is; outside a run it is the default."
-    export.add_argument("--checkpoint", type=path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint")
+    export.add_argument(
+        "--checkpoint", type=path, required=True, metavar="DIR", help="a bfloat16 HF checkpoint, or adapters"
+    )
     export.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the new checkpoint")
-    export.add_argument("--format", help="fp8 (the default), mxfp8, nvfp4 or nvfp4_a16")
+    export.add_argument("--merge", action="store_true", help="add adapters to the weights; else they stay beside them")
+    export.add_argument("--format", help="fp8 (the default), mxfp8, nvfp4, nvfp4_a16, or bf16 with --merge")
     export.add_argument("--scale-format", help="pow2 (the default) or fp32")
     export.add_argument("--weight-block", help="of mxfp8 and nvfp4: square (the default) or line")
     export.add_argument("--num-first-layers-in-bf16", type=int, metavar="N", help="default 0")

@@ -12,6 +12,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
+from nemo_fp8rl.hf.adapters import KEY
 from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
@@ -27,6 +28,8 @@ def sft(cfg: Config, output: Path) -> bool:
     Raises:   UserError if `output` exists, or if a prompt with its answer does not fit the model
     """
     check_output(output)
+    if cfg.policy.megatron_cfg.peft.enabled:
+        raise UserError(f"{KEY}.enabled=true: sft writes a whole checkpoint; set it to false")
     cfg = _plain_sampling(pin_commits(cfg))
     hf = read_hf_config(cfg.policy.model_name)
     check_context(hf, cfg.policy.max_total_sequence_length)

@@ -17,7 +17,7 @@ from nemo_fp8rl.common.atomic_files import new_folder
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.model_config import FAMILIES, read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.hf.safetensors_file import write_safetensors
+from nemo_fp8rl.hf.storage.safetensors_file import write_safetensors
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+-= >;"

@@ -14,9 +14,9 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """x [..., K] and w [N, K] -> x w^T [..., N], rounded to the dtype of x."""
 
 
-def partial_rank(x: Tensor, a: Tensor) -> Tensor:
+def partial_rank(x: Tensor, a: Tensor, product: Product = F.linear) -> Tensor:
     """Return a rank's part of h, float32 [..., r], where ranks share the columns K of x [..., K] and A [r, K]."""
-    return F.linear(x.float(), a.float())
+    return product(x.float(), a.float())
 
 
 def expand_rank(y: Tensor, h: Tensor, b: Tensor, scale: float, product: Product = F.linear) -> Tensor:

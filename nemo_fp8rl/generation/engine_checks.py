@@ -8,6 +8,7 @@ import torch
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.gpu_support import nearest_flow, why_flow_unsupported
+from nemo_fp8rl.hf.adapters import KEY, read_adapters
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 from nemo_fp8rl.hf.fp8_layers import (
     attention_dimensions,
@@ -70,6 +71,13 @@ def _check_gpu(hf: HfConfig, cfg: Config, trains: bool) -> None:
     if (quantile := cfg.nemo_fp8rl.fp4.clamp_quantile) is not None:
         raise UserError(
             f"nemo_fp8rl.fp4.clamp_quantile={quantile}: only engines on a CPU clamp activations; set it to null"
+        )
+    vllm = cfg.policy.generation.vllm_cfg
+    tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
+    if tensor > expert and read_adapters(hf, cfg.policy.megatron_cfg.peft).adapts_experts():
+        raise UserError(
+            f"{KEY_PREFIX}.tensor_parallel_size={tensor} with {KEY}: on a GPU no kernel adds adapters to experts whose "
+            f"matrices ranks share; set {KEY_PREFIX}.expert_parallel_size={tensor}"
         )
     if not cfg.nemo_fp8rl.quantizes_rollout:
         return

@@ -7,8 +7,10 @@ base.json                   digest of the base on which they were trained
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,10 +19,11 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import full_region
-from nemo_fp8rl.hf.adapters import LORA_A, LORA_B, Adapters, expert_names, linear_modules
+from nemo_fp8rl.hf.adapters import LORA_A, LORA_B, Adapters, adapter_tensors, expert_names, linear_modules
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.hf.hub import split_hub_name
 from nemo_fp8rl.hf.model_config import HfConfig
-from nemo_fp8rl.hf.safetensors_file import write_safetensors
+from nemo_fp8rl.hf.storage.safetensors_file import write_safetensors
 
 WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 PREFIX = "base_model.model."
@@ -46,10 +49,12 @@ def write_adapter_folder(
     for fused, projection in _projections(hf, adapters):
         found[f"{PREFIX}{projection}.{LORA_A}.weight"] = tensors[f"{fused}.{LORA_A}.weight"].clone()
         found[f"{PREFIX}{projection}.{LORA_B}.weight"] = tensors[f"{projection}.{LORA_B}.weight"]
+    base_model, revision = split_hub_name(base_model)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
+        "revision": revision or None,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": 0.0,
@@ -62,21 +67,39 @@ def write_adapter_folder(
     write_safetensors(found, folder / WEIGHTS)
 
 
+def stored_base(folder: Path) -> str:
+    """Return policy.model_name of the run that trained the adapters in a folder. Raises UserError."""
+    config = _read_config(folder)
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return f"{name}@{revision}" if revision else str(name)
+
+
+def stored_adapters(folder: Path, hf: HfConfig) -> Adapters:
+    """Return the adapters in a folder, of a model with this config. Raises UserError."""
+    config = _read_config(folder)
+    projections = set(config["target_modules"])
+    modules = frozenset(
+        module.name
+        for module in linear_modules(hf)
+        for name in expert_names(hf, module.name)
+        if f"{name.rpartition('.')[0]}.{module.projections[0]}" in projections
+    )
+    return Adapters(config["r"], config["lora_alpha"], modules)
+
+
 def read_adapter_folder(folder: Path, hf: HfConfig, adapters: Adapters, digest: str) -> dict[str, Tensor]:
     """Return the tensors by the names of `hf.adapters.adapter_tensors`.
 
     Raises: UserError where the folder cannot be read, is of another base or of other adapters
     """
-    try:
-        config, base = (json.loads((folder / name).read_text()) for name in (CONFIG, BASE))
-        tensors = load_file(folder / WEIGHTS)
-        rank, alpha, found_digest = int(config["r"]), float(config["lora_alpha"]), str(base["digest"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise UserError(f"{folder} cannot be read as adapters ({error}); the checkpoint is not complete") from None
+    config = _read_config(folder)
+    with _complete(folder):
+        found_digest, tensors = json.loads((folder / BASE).read_text())["digest"], load_file(folder / WEIGHTS)
+    rank, alpha = config["r"], config["lora_alpha"]
     if found_digest != digest:
         raise UserError(
-            f"{folder} has adapters of another base (digest {found_digest}, policy.model_name has {digest}); set "
-            f"policy.model_name to the model on which they were trained ({config.get('base_model_name_or_path')})"
+            f"{folder} has adapters of another base (digest {found_digest}, the model given has {digest}); give the "
+            f"one on which they were trained: policy.model_name, or in an export base_model_name_or_path of {CONFIG}"
         )
     if (rank, alpha) != (adapters.rank, adapters.alpha):
         raise UserError(
@@ -97,7 +120,29 @@ def read_adapter_folder(folder: Path, hf: HfConfig, adapters: Adapters, digest: 
         raise UserError(f"{folder} lacks {error.args[0]}; policy.megatron_cfg.peft asks for other modules") from None
     if tensors:
         raise UserError(f"{folder} has {min(tensors)}, for which policy.megatron_cfg.peft has no module")
+    for name, shape in adapter_tensors(hf, adapters).items():
+        if tuple(result[name].shape) != shape:
+            raise UserError(
+                f"{folder}: {name} has shape {list(result[name].shape)}, the model of policy.model_name asks for "
+                f"{list(shape)}; give the model on which the adapters were trained"
+            )
     return result
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    with _complete(folder):
+        config = json.loads((folder / CONFIG).read_text())
+        names = list(map(str, config["target_modules"]))
+        return config | {"r": int(config["r"]), "lora_alpha": float(config["lora_alpha"]), "target_modules": names}
+
+
+@contextmanager
+def _complete(folder: Path) -> Iterator[None]:
+    """Raise UserError where the block cannot read a file of the folder."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(f"{folder} cannot be read as adapters ({error}); the checkpoint is not complete") from None
 
 
 def _projections(hf: HfConfig, adapters: Adapters) -> list[tuple[str, str]]:

@@ -107,7 +107,7 @@ def read_adapters(hf: HfConfig, peft: PeftConfig) -> Adapters:
             is_known = any(_matches(pattern, module.megatron) for module in modules)
             if not is_known and (key, pattern) != ("exclude_modules", "output_layer"):  # NeMo RL adapts the head too
                 raise UserError(f"{KEY}.{key}: {_no_such_module(pattern, modules)}")
-    chosen = [module.name for module in modules if _is_adapted(module.megatron, peft)]
+    chosen = [module.name for module in modules if is_adapted(module.megatron, peft)]
     if not chosen:
         raise UserError(f"{KEY}.exclude_modules={list(peft.exclude_modules)} leaves no module; remove names")
     return Adapters(peft.dim, peft.alpha, frozenset(chosen))
@@ -138,7 +138,8 @@ def is_adapter(name: str) -> bool:
     return f".{LORA_A}" in name or f".{LORA_B}" in name
 
 
-def _is_adapted(module: str, peft: PeftConfig) -> bool:
+def is_adapted(module: str, peft: PeftConfig) -> bool:
+    """Return whether a recipe asks for an adapter of a linear module. module: its name in Megatron"""
     if peft.target_modules:
         return any(_matches(pattern, module) for pattern in peft.target_modules)
     return not any(_matches(pattern, module) for pattern in peft.exclude_modules)

@@ -154,6 +154,12 @@ def local_folder_hint(name: str | Path) -> str:
     return f" (a folder {owner} is here, so the model was looked for in it and not on the hub)"
 
 
+def split_hub_name(name: str) -> tuple[str, str]:
+    """Return `owner/model` and the revision, "" where `name` has none; a folder's resolved name and ""."""
+    match = _match_hub_name(name)
+    return (str(Path(name).resolve()), "") if match is None else (match["repository"], match["revision"] or "")
+
+
 def _match_hub_name(name: str | Path) -> re.Match[str] | None:
     """Return the parts of a hub name; None for a folder, that is, for a name whose parent folder exists."""
     match = HUB_NAME.fullmatch(str(name))

@@ -113,12 +113,20 @@ class HfConfig:
 
 def checkpoint_hint(folder: Path) -> str:
     """Return what to give instead of a run, or of the folder of a tiny model that is still to be made; else ""."""
-    names = [path.parts[-3].removeprefix("step_") for path in folder.glob("checkpoints/step_*/policy/weights")]
-    if steps := [int(name) for name in names if name.isdigit()]:
-        return f"; of this run it would be {folder}/checkpoints/step_{max(steps)}/policy/weights"
+    for kind in ("weights", "adapter"):
+        names = [path.parts[-3].removeprefix("step_") for path in folder.glob(f"checkpoints/step_*/policy/{kind}")]
+        if steps := [int(name) for name in names if name.isdigit()]:
+            path = f"{folder}/checkpoints/step_{max(steps)}/policy/{kind}"
+            return f"; of this run it would be {path}" if kind == "weights" else _merge_hint(path)
+    if (folder / "adapter_config.json").is_file():
+        return _merge_hint(folder)
     if folder.parts[-2:] == ("tiny", "warm"):
         return "; `nemo-fp8rl make-tiny` and then `nemo-fp8rl sft` with the recipe tiny_sft make this one"
     return ""
+
+
+def _merge_hint(folder: str | Path) -> str:
+    return f"; `nemo-fp8rl export --checkpoint {folder} --merge --format bf16` makes one of a run's adapters"
 
 
 def read_hf_config(model_path: str | Path) -> HfConfig:

@@ -109,7 +109,10 @@ class Policy(WeightSource, Protocol):
         ...
 
     def save(self, folder: Path, optimizer: bool = True) -> None:
-        """Write `weights/` (an HF checkpoint), `optimizer/` and the FP8 cache's scales into an existing folder."""
+        """Write `weights/` (an HF checkpoint), `optimizer/` and the FP8 cache's scales into an existing folder.
+
+        A policy that trains adapters writes `adapter/` (the format of HF's `peft`) in place of `weights/`.
+        """
         ...
 
     def load(self, folder: Path) -> None:

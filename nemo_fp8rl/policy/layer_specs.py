@@ -37,7 +37,7 @@ from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention, AlignedRMS
 from nemo_fp8rl.policy.layers.attention import CoreAttention, SdpaAttention, make_attention_class
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.linears import bf16_linears, make_qkv_by_kind, quantized_linears
-from nemo_fp8rl.policy.layers.low_rank import AdapterState, with_adapter
+from nemo_fp8rl.policy.layers.low_rank import AdapterState, with_adapter, with_expert_adapters
 from nemo_fp8rl.policy.layers.rope import Rope
 from nemo_fp8rl.policy.weights.layout import Layout
 
@@ -63,6 +63,8 @@ class LayerClasses:
     activation:   the class for gate and up; None leaves them to Megatron
     with_shared_values:  (Transformer Engine's layers of experts, format of FP8 scales or None) -> the same with the
                          engine's values; for weights in bfloat16, and for FP8 where Transformer Engine has other bits
+    with_adapter:        (linear layer, True if row-parallel, adapters) -> the layer with an adapter
+    with_expert_adapters: the same of a layer that holds all experts of a rank
     """
 
     norm: type
@@ -74,6 +76,8 @@ class LayerClasses:
     experts: type = SequentialMLP
     moe_layer: type = MoELayer
     with_shared_values: Callable[[tuple[type, type], ScaleFormat | None], tuple[type, type]] = lambda layers, _: layers
+    with_adapter: Callable[[type, bool, AdapterState], type] = with_adapter
+    with_expert_adapters: Callable[[type, bool, AdapterState], type] = with_expert_adapters
 
 
 def layer_classes(
@@ -98,6 +102,7 @@ def layer_classes(
             moe_layer=AlignedMoELayer,
         )
     from nemo_fp8rl.policy.layers.shared_ops import dense_layers as shared
+    from nemo_fp8rl.policy.layers.shared_ops import low_rank
     from nemo_fp8rl.policy.layers.shared_ops.attention import FlashAttention, SharedAttention
     from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
     from nemo_fp8rl.policy.layers.shared_ops.grouped_experts import shared_values
@@ -112,6 +117,8 @@ def layer_classes(
         activation=shared.SharedSiluMul,
         moe_layer=SharedMoELayer,
         with_shared_values=partial(shared_values, mismatches=tuple(mismatches)),
+        with_adapter=low_rank.with_adapter,
+        with_expert_adapters=low_rank.with_expert_adapters,
     )
 
 
@@ -218,6 +225,7 @@ def block_spec(
     classes = layer_classes(alignment, recipe, mismatches, flash_attention_3)
     rank_order = alignment == "shared_ops"
     has_te = torch.cuda.is_available() and choice.format is FP8  # other formats are emulated, on a GPU as well
+    fp8_param = choice.fp8_param or (adapters is not None and not mismatches)  # a frozen base has no other values
     attention = make_attention_class(classes.attention, rope, kv_cache)
     if mismatches and choice.fp8_param:
         raise UserError(
@@ -230,7 +238,8 @@ def block_spec(
         module = base_linear(name, row)
         if adapters is None or not layout.adapters.adapts(name):
             return module
-        return with_adapter(module, row, adapters)
+        is_grouped = layout.grouped_experts and ".experts." in name
+        return (classes.with_expert_adapters if is_grouped else classes.with_adapter)(module, row, adapters)
 
     def base_linear(name: str, row: bool) -> type:
         in_fp8 = fp8_layers.quantizes(name)
@@ -238,12 +247,12 @@ def block_spec(
             return grouped(in_fp8)[row]
         if mismatches or not (has_te and in_fp8):
             return (classes.fp8_linears if in_fp8 else classes.linears)[row]
-        return transformer_engine_linears(scale_format).te_linears(scale_format, choice.fp8_param, rank_order)[row]
+        return transformer_engine_linears(scale_format).te_linears(scale_format, fp8_param, rank_order)[row]
 
     def grouped(in_fp8: bool) -> tuple[type, type]:
         expert_format = scale_format if in_fp8 else None
         te = transformer_engine_linears(expert_format)
-        layers = te.te_experts(expert_format, in_fp8 and choice.fp8_param)
+        layers = te.te_experts(expert_format, in_fp8 and fp8_param)
         return classes.with_shared_values(layers, expert_format) if mismatches or not in_fp8 else layers
 
     layers = [_layer_spec(layout, i, classes, attention, linear) for i in layout.layers]

@@ -33,6 +33,7 @@ from nemo_fp8rl.policy.layers.low_rank import AdapterState
 from nemo_fp8rl.policy.layers.rope import read_rope
 from nemo_fp8rl.policy.weights.adapters import init_adapters
 from nemo_fp8rl.policy.weights.checkpoint import load_hf
+from nemo_fp8rl.policy.weights.fp8_params import freeze
 from nemo_fp8rl.policy.weights.hf_names import ROUTER
 from nemo_fp8rl.policy.weights.layout import Layout, expert_tensor_size
 
@@ -196,7 +197,8 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     if adapters is not None:
         init_adapters(model, layout, policy.megatron_cfg.peft, cfg.grpo.seed)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad = is_adapter(name)
+            if not is_adapter(name):
+                freeze(parameter)
         if layout.is_first_stage and policy.megatron_cfg.activation_checkpointing:
             model.embedding.register_forward_hook(_require_gradient)
     elif policy.megatron_cfg.freeze_moe_router:

@@ -2,7 +2,8 @@
 
 training     gradients, which are discarded, and on a GPU the optimizer's state, which moves to the host
 columns      the transposed copies of FP8 parameters; they are dropped and made again, as a refit reads only rows
-parameters   on a GPU they move to the host (of FP8 parameters the rows); their tensors stay, without memory
+parameters   on a GPU they move to the host (of FP8 parameters the rows); their tensors stay, without memory. Of a base
+             that is never trained the host keeps its first copy
 """
 
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
+from torch import Tensor, nn
 
+from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer import optimizer_parts
-from nemo_fp8rl.policy.weights.fp8_params import drop_columns, make_columns
+from nemo_fp8rl.policy.weights.fp8_params import drop_columns, make_columns, row_tensors
 
 
 class Offload:
@@ -26,6 +28,7 @@ class Offload:
     def __init__(self, ddp: DistributedDataParallel, optimizer: Any, on_gpu: bool) -> None:
         self.ddp, self.optimizer, self.on_gpu = ddp, optimizer, on_gpu
         self.buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+        self.frozen = FrozenMemory(ddp)
         self.offloaded_bytes: dict[str, int] = {}
         """Bytes of the memory that is away, by the three names above."""
 
@@ -48,13 +51,14 @@ class Offload:
             self.offloaded_bytes["columns"] = sum(drop_columns(parameter) for parameter in self.ddp.parameters())
 
     def offload_parameters(self) -> None:
-        """Move all parameters to the host except frozen ones, for which Megatron has no buffer."""
+        """Move all parameters to the host."""
         if "parameters" in self.offloaded_bytes or not self.on_gpu:
             return
         self.drop_fp8_columns()
         self.offloaded_bytes["parameters"] = sum(
             buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers
         )
+        self.offloaded_bytes["parameters"] += self.frozen.offload()
         for buffer in self.buffers:
             buffer.offload_to_cpu(move_params=True, move_grads=False)
         torch.cuda.synchronize()
@@ -74,6 +78,7 @@ class Offload:
         if self.offloaded_bytes.pop("parameters", None) is not None:
             for buffer in self.buffers:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)
+            self.frozen.restore()
         if columns and self.offloaded_bytes.pop("columns", None) is not None:
             for parameter in self.ddp.parameters():
                 make_columns(parameter)
@@ -85,6 +90,40 @@ class Offload:
                     yield from group["params"]
                 for state in part.optimizer.state.values():
                     yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
+
+
+class FrozenMemory:
+    """The memory of weights that are never trained, for which Megatron has no buffer.
+
+    copies:  (bytes of the memory, copy on the host); made by the first offload
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def offload(self) -> int:
+        """Free the memory and return its bytes."""
+        if not self.copies:
+            self.copies = [(memory, copy_to_host(memory)) for memory in self._memory()]
+        for memory, _ in self.copies:
+            memory.untyped_storage().resize_(0)
+        return sum(copy.nbytes for _, copy in self.copies)
+
+    def restore(self) -> None:
+        for memory, copy in self.copies:
+            memory.untyped_storage().resize_(copy.nbytes)
+            memory.copy_(copy, non_blocking=True)
+
+    def _memory(self) -> Iterator[Tensor]:
+        """Yield all bytes of each storage, uint8."""
+        tensors = [row for p in self.model.parameters() if not p.requires_grad for row in row_tensors(p)]
+        for layer in self.model.modules():
+            if isinstance(layer, QuantizedMatmul) and layer.base is not None:
+                tensors += [layer.base.data, layer.base.scale_inv]
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.nbytes}
+        for tensor in storages.values():
+            yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

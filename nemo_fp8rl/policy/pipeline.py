@@ -28,10 +28,9 @@ from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.ops.alignment import Alignment
 from nemo_fp8rl.policy.layers.context_parallel import gather_tokens
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layers.logprobs import choose_head, token_logprobs
+from nemo_fp8rl.policy.layers.logprobs import TokenFilter, choose_head, token_logprobs
 from nemo_fp8rl.policy.layers.packed_sequences import PackedSequences
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
-from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter
 from nemo_fp8rl.policy.model import PolicyModel
 
 FinishMicrobatch = Callable[[Tensor, Tensor | None, Tensor, Any], tuple[Tensor, Any]]

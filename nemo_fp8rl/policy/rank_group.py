@@ -179,7 +179,7 @@ class MegatronPolicy:
     @_lock_weights
     def save(self, folder: Path, optimizer: bool = True) -> None:
         self.ranks.call_all("save", str(folder.resolve()), optimizer)
-        if not (folder / "weights").is_dir():
+        if not (folder / "weights").is_dir() and not (folder / "adapter").is_dir():
             raise UserError(f"{folder} does not have what the ranks wrote: {SHARED_FOLDER_HINT}")
 
     @_lock_weights

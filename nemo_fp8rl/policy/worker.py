@@ -50,8 +50,9 @@ from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
-from nemo_fp8rl.policy.weights.adapters import load_adapters, save_adapters
+from nemo_fp8rl.policy.weights.adapters import check_kind, load_adapters, save_adapters
 from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
+from nemo_fp8rl.policy.weights.fp8_params import is_fp8
 from nemo_fp8rl.policy.weights.global_scales import FOLDER as GLOBAL_SCALES
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
 from nemo_fp8rl.policy.weights.norm_noise import NormNoise
@@ -122,7 +123,7 @@ class MegatronWorker:
             self.model = build_model(config, self.layout, cfg, self.kv_cache).to(device)
             recomputes = cfg.policy.megatron_cfg.activation_checkpointing
             replay = RoutingReplay(self.model, self.layout, recomputes) if self.hf.family.experts else None
-            fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param
+            fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param and not adapters  # adapters are bfloat16
             self.ddp = build_ddp(config, self.model, cfg.policy.precision, fp8_param)
             self.optimizer = build_optimizer(cfg.policy, self.ddp, DTYPES[cfg.policy.precision], fp8_param)
         self.optimizer_steps, self.gradient_bits = 0, GradientBits(cfg.grpo.seed)
@@ -268,7 +269,7 @@ class MegatronWorker:
         """Name what quantizes the weights of this rank for a refit; "" without FP8 engines."""
         if not self.cfg.nemo_fp8rl.quantizes_rollout:
             return ""
-        if self.on_gpu() and self.cfg.nemo_fp8rl.fp8_param:
+        if any(map(is_fp8, self.model.parameters())):
             return "none: weights are sent as they are held"
         return kernels.describe(kernels.resolve("auto", "cuda" if self.on_gpu() else "cpu"))
 
@@ -381,7 +382,7 @@ class MegatronWorker:
         return self.weights().squares(*rule)
 
     def save(self, folder: str, optimizer: bool = True) -> None:
-        """Write an HF checkpoint and the optimizer's state; all ranks call it together.
+        """Write an HF checkpoint, or the adapters, and the optimizer's state; all ranks call it together.
 
         Earlier weights and optimizer state in the folder are removed first, because a killed save may have been that of
         more ranks. Raises UserError on a full disk, and if a rank's node does not share the folder.
@@ -409,7 +410,7 @@ class MegatronWorker:
         weights = self.weights().for_checkpoint()
         sources = self.layout, self.rank, *self.source_folders
         if self.layout.adapters:
-            of_base = self.cfg.policy.model_name, self.base_digest
+            of_base = self.source_folders[1], self.cfg.policy.model_name, self.base_digest
             errors.append(save_adapters(path / "adapter", weights, self.layout, self.rank, *of_base))
         else:
             errors.append(save_hf(path / "weights", weights, self.cfg.policy.precision, *sources))
@@ -422,6 +423,7 @@ class MegatronWorker:
 
     def load(self, folder: str) -> None:
         self.offload.restore_parameters()
+        check_kind(Path(folder), self.layout.adapters)
         with megatron_on_cpu():
             if self.layout.adapters:
                 load_adapters(Path(folder) / "adapter", self.model, self.layout, self.base_digest)

@@ -116,7 +116,7 @@ class RefitBridge:
             for engine in engines:
                 self._connect(engine)
             delta = self.choice.wants_delta and stored_versions == {self.source.base_version()} != {-1}
-            has_frozen = self.engines_with_frozen.issuperset(engines) and min(stored_versions) >= 0
+            has_frozen = self.engines_with_frozen.issuperset(engines) and -1 not in stored_versions
             how = {"delta": delta, "keep": self.choice.wants_base, "with_frozen": not has_frozen}
             reports, stages, retries = self._push_and_verify(version, engines, **how)
             retries += self._commit(version, engines)

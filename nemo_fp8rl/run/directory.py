@@ -8,7 +8,8 @@
     tensorboard/       the same metrics as events
     ended.json         the error that ended the run, until the next start
     trackers.json      ids of the runs at Weights & Biases and MLflow, whose own files are in wandb/
-    checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}
+    checkpoints/       step_N/{policy/weights, policy/optimizer, policy/kv_scales.json, training_info.json}; a run that
+                       trains adapters has policy/adapter and no weights
     .lock              the lock that keeps a second process out
     *.jsonl.before-N   logs of steps whose checkpoints were gone when the run started again for the Nth time
 
@@ -46,6 +47,7 @@ from nemo_fp8rl.common.atomic_files import (
 )
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.config.policy_schema import PeftConfig
 from nemo_fp8rl.config.recipe import to_yaml
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.yaml_tree import flatten
@@ -288,6 +290,7 @@ def _choices(cfg: Config) -> dict[str, str]:
         "trainer": quantized if choice.quantizes_training else cfg.policy.precision,
         "engine": quantized if choice.quantizes_rollout else cfg.policy.precision,
         "scales": choice.scale_format,
+        **({"adapters": _adapters(cfg.policy.megatron_cfg.peft)} if cfg.policy.megatron_cfg.peft.enabled else {}),
         **({"backward": choice.describe_backward()} if choice.quantizes_training else {}),
         "kv cache": _kv_cache(cfg),
         "correction": str(resolve_correction(cfg.loss_fn, choice.correction)),
@@ -319,6 +322,13 @@ def _layout(cfg: Config) -> str:
     if parallel.sequence_parallel:
         split.append("SP")
     return " ".join(split) or "one rank"
+
+
+def _adapters(peft: PeftConfig) -> str:
+    modules = ", ".join(peft.target_modules) or "all linear modules"
+    if peft.exclude_modules:
+        modules += f" except {', '.join(peft.exclude_modules)}"
+    return f"rank {peft.dim}, alpha {peft.alpha}, {modules}"
 
 
 def _kv_cache(cfg: Config) -> str:

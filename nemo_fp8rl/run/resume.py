@@ -21,6 +21,7 @@ DIGESTS = {
     "validation": ("validation prompts are", FILES),
     "tokens": ("tokens of the prompts are", "policy.tokenizer.name the old tokenizer with its chat template"),
     "model": ("RoPE, eps and eos tokens of the model are", "policy.model_name a folder with the old config.json"),
+    "base": ("weights of the base under the adapters are", "policy.model_name the model that the run began with"),
     "reference": ("weights of the reference policy are", "policy.model_name the model that the run began with"),
 }
 """Name of a digest -> (what must be equal in a resumed run, the key that makes it so)."""

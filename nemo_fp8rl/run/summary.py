@@ -87,8 +87,9 @@ def next_commands(cfg: Config, steps: int) -> Text:
             )
         lines.append(f"  nemo-fp8rl train --config {recipe} --resume {more}")
         if cfg.nemo_fp8rl.quantizes_rollout:
-            weights = quote(f"{checkpoints}/step_{max(saved_steps)}/policy/weights")
-            lines.append(f"  nemo-fp8rl export --checkpoint {weights} --output {quote(str(folder / 'fp8'))}")
+            trained = "adapter" if cfg.policy.megatron_cfg.peft.enabled else "weights"
+            path = quote(f"{checkpoints}/step_{max(saved_steps)}/policy/{trained}")
+            lines.append(f"  nemo-fp8rl export --checkpoint {path} --output {quote(str(folder / 'fp8'))}")
     return Text("\n".join(lines))
 
 

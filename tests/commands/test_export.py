@@ -27,7 +27,7 @@ from nemo_fp8rl.generation.fp8_method.quantization_config import config_for_vllm
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.hf.shard_writer import ShardWriter
+from nemo_fp8rl.hf.storage.shard_writer import ShardWriter
 from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"

@@ -10,7 +10,7 @@ import torch
 
 from nemo_fp8rl.common.atomic_files import advice, check_checkpoint_folder, is_locked, lock_folder, new_folder
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.hf.safetensors_file import write_safetensors
+from nemo_fp8rl.hf.storage.safetensors_file import write_safetensors
 
 
 def failing(number: int):

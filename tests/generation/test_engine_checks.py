@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8.gpu_support import nearest_flow, why_flow_unsupported
 from nemo_fp8rl.generation.engine_checks import check_machine
@@ -48,3 +49,28 @@ def test_a_format_that_a_gpu_cannot_multiply_is_refused_with_the_nearest_that_it
 def test_what_a_gpu_takes_instead_it_can_run(capability, name, side):
     flow = nearest_flow(f"{name}_{side}", capability)
     assert why_flow_unsupported(flow, "GPU", capability, trains=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "modules", "refused"),
+    [
+        (("tensor_parallel_size=2",), (), r"tensor_parallel_size=2 with .*peft: .*; set .*expert_parallel_size=2$"),
+        (("tensor_parallel_size=2", "expert_parallel_size=2"), (), ""),
+        (("tensor_parallel_size=2",), ("linear_qkv", "linear_proj"), ""),
+        ((), (), ""),
+    ],
+)
+def test_adapters_of_experts_that_ranks_of_a_gpu_share_are_refused(
+    recipe, monkeypatch, tmp_path, layout, modules, refused
+):
+    write_model(tmp_path / "model", seed=0, family="qwen3_moe")
+    cfg = recipe(
+        f"policy.model_name={tmp_path}/model",
+        "nemo_fp8rl.flow=bf16",
+        "policy.megatron_cfg.peft.enabled=true",
+        f"policy.megatron_cfg.peft.target_modules=[{','.join(modules)}]",
+        *(f"policy.generation.vllm_cfg.{key}" for key in layout),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_machine(read_hf_config(cfg.policy.model_name), cfg)

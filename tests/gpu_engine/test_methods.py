@@ -14,7 +14,7 @@ from nemo_fp8rl.fp8.block_scaled import ALONG_LAST
 from nemo_fp8rl.generation.fp8_method import gpu_linear
 from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
 from nemo_fp8rl.generation.fp8_method.gpu_linear import KERNELS, NativeFp8LinearMethod
-from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
+from nemo_fp8rl.policy.layers.logprobs import TokenFilter, filter_logits
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
 QUANTIZE = torch.ops.nemo_fp8rl.quantize_activations

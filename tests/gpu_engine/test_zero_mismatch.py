@@ -15,18 +15,25 @@ from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import FREE, Pair
 
 FP8_CACHE = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
+PEFT = "policy.megatron_cfg.peft"
+ADAPTERS = (f"{PEFT}.enabled=true", f"{PEFT}.dim=8", f"{PEFT}.lora_B_init_method=xavier")
 CASES = [(family, flow) for family in ("qwen3", "qwen3_moe") for flow in ("fp8_e2e", "bf16")]
 CASES += [("qwen3", "fp8_e2e", FP8_CACHE)]
+CASES += [(family, flow, *ADAPTERS) for family, flow in CASES[:4]]
 LONG = [(family, flow) for family in ("qwen2", "llama") for flow in ("fp8_e2e", "bf16")]
 LONG += [("qwen2", "bf16", FP8_CACHE)]
 SAMPLING = replace(FREE, max_new_tokens=5)
 
 
+def case_name(case: tuple[str, ...]) -> str:
+    return "-".join([*case[:2], *(["adapters"] if ADAPTERS[0] in case else case[2:])])
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param(case, id="-".join(case)) for case in CASES),
-        *(pytest.param(case, id="-".join(case), marks=pytest.mark.long) for case in LONG),
+        *(pytest.param(case, id=case_name(case)) for case in CASES),
+        *(pytest.param(case, id=case_name(case), marks=pytest.mark.long) for case in LONG),
     ],
 )
 def pair(request, tmp_path_factory):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import full_region, overlap, region_at, region_slices, shape_of, start_of
-from nemo_fp8rl.hf.part_files import PartReader, PartWriter
-from nemo_fp8rl.hf.safetensors_file import write_safetensors
+from nemo_fp8rl.hf.storage.part_files import PartReader, PartWriter
+from nemo_fp8rl.hf.storage.safetensors_file import write_safetensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 

@@ -13,7 +13,7 @@ from nemo_fp8rl.fp8 import quantize_blockwise, scale_name
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.policy.layers import logprobs
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
-from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
+from nemo_fp8rl.policy.layers.logprobs import TokenFilter, filter_logits
 from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.batches import loss_totals, rollout_batch
 from tests.policy.sent import sent_tensors

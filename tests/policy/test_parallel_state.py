@@ -17,7 +17,7 @@ from nemo_fp8rl.fp8.block_scaled import E4M3
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.hf.part_files import PartReader
+from nemo_fp8rl.hf.storage.part_files import PartReader
 from nemo_fp8rl.policy.weights.checkpoint import load_hf
 from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.digest import digest_of

@@ -16,7 +16,7 @@ from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import full_region
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.hf.part_files import PartReader, PartWriter
+from nemo_fp8rl.hf.storage.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.interface import DivergenceError
 from nemo_fp8rl.policy.optimizer import check_finite
 from nemo_fp8rl.policy.rank_group import MegatronPolicy

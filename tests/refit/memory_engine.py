@@ -159,12 +159,12 @@ class MemoryRank:
         self.repacked, self.direct_names, self.version = repacked, frozenset[str](), -1
         self.links: list[IncomingLink] = []
 
-    def load(self, version: int, verify: bool, each: Callable[[], None]) -> None:
+    def load(self, version: int, verify: bool, with_frozen: bool, each: Callable[[], None]) -> None:
         """`WeightStore.load`; `each` is called when a piece is written, before it is verified."""
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
         checks = DeferredChecks()
-        for item in receive_pieces(self.links, version, checks=checks):
+        for item in receive_pieces(self.links, version, checks=checks, with_frozen=with_frozen):
             self._write(item, version)
             each()
             if verify:
@@ -173,8 +173,8 @@ class MemoryRank:
         self.direct_names = frozenset(self.parts) - self.repacked
         self.version = version
 
-    def compare(self, version: int) -> None:
-        for item in receive_pieces(self.links, version):
+    def compare(self, version: int, with_frozen: bool) -> None:
+        for item in receive_pieces(self.links, version, with_frozen=with_frozen):
             assert item.content is not None
             if not item.content.equals(self.at(item.part)):
                 raise RefitError(f"refit {version}: {item.part.name} in the engine is not what the trainer holds")
@@ -225,12 +225,16 @@ class MemoryEngine:
         if self.died:
             raise WorkerDied("the engine was killed")
 
-    def load(self, version: int, verify: bool, compare: bool, each: Callable[[], None]) -> LoadReport:
+    def load(
+        self, version: int, verify: bool, compare: bool, with_frozen: bool, each: Callable[[], None]
+    ) -> LoadReport:
         self.check()
         self.policy_version = self.loaded_version = -1
         with ThreadPoolExecutor(len(self.ranks)) as threads:
             loads = [
-                threads.submit(rank.compare, version) if compare else threads.submit(rank.load, version, verify, each)
+                threads.submit(rank.compare, version, with_frozen)
+                if compare
+                else threads.submit(rank.load, version, verify, with_frozen, each)
                 for rank in self.ranks
             ]
         self.check()
@@ -326,10 +330,11 @@ class MemoryEngines:
         return {engine: -1 if self.engines[engine].died else self.engines[engine].loaded_version for engine in engines}
 
     def load(
-        self, version: int, engines: Collection[int], verify: bool, compare: bool
+        self, version: int, engines: Collection[int], verify: bool, compare: bool, with_frozen: bool
     ) -> Mapping[int, LoadReport | Exception]:
         threads = ThreadPoolExecutor(len(engines) or 1)
-        loads = {engine: threads.submit(self._load, engine, version, verify, compare) for engine in engines}
+        how = verify, compare, with_frozen
+        loads = {engine: threads.submit(self._load, engine, version, *how) for engine in engines}
         in_time, _ = wait(loads.values(), self.limit)
         threads.shutdown(wait=False)
         return {engine: load.result() if load in in_time else self._hung(engine) for engine, load in loads.items()}
@@ -371,12 +376,14 @@ class MemoryEngines:
         assert self.recover(engine, WorkerDied("killed"), self.lives[engine], False)
         assert not self.missing
 
-    def _load(self, number: int, version: int, verify: bool, compare: bool) -> LoadReport | Exception:
+    def _load(
+        self, number: int, version: int, verify: bool, compare: bool, with_frozen: bool
+    ) -> LoadReport | Exception:
         engine = self.engines[number]
         self.loads.append((number, version, compare))
         try:
             self.hook("compare" if compare else "load", number, engine)
-            loaded = engine.load(version, verify, compare, lambda: self.hook("piece", number, engine))
+            loaded = engine.load(version, verify, compare, with_frozen, lambda: self.hook("piece", number, engine))
             self.hook("loaded", number, engine)
         except (RefitError, WorkerDied) as outcome:
             return WorkerDied("the engine was killed") if engine.died else outcome

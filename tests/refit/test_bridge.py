@@ -39,6 +39,7 @@ from tests.refit.memory_engine import (
     Tampered,
     as_whole,
     bf16,
+    empty,
     fp8,
     random_weights,
     split,
@@ -366,6 +367,7 @@ def test_an_engine_killed_in_a_refit_is_replaced_and_gets_the_whole_version(make
         "delta": False,
         "keep": False,
         "digests": None,
+        "with_frozen": True,
     }
     assert run.holds()
     run.step()
@@ -426,7 +428,7 @@ def test_an_engine_that_is_given_up_before_the_trainer_has_begun_to_send_is_left
     run.trainer.withdraw(1)
     loads = run.engines.engines[0].ranks
     with ThreadPoolExecutor() as threads:
-        loading = [threads.submit(rank.load, 1, True, lambda: None) for rank in loads]
+        loading = [threads.submit(rank.load, 1, True, True, lambda: None) for rank in loads]
         begin.set()
         reports = run.trainer.finish_push()
         for load in loading:
@@ -1064,3 +1066,72 @@ def test_the_weights_are_not_touched(make):
     run.bridge.refit()
     run.bridge.refit()
     assert all(torch.equal(weight, before[name]) for name, weight in run.trainer.weights.items())
+
+
+@pytest.fixture
+def with_base(make) -> Run:
+    """A run whose matrices never change, as under adapters; its vectors do."""
+    run = make()
+    run.trainer.layout = [
+        [replace(part, is_frozen=len(part.shape) == 2) for part in parts] for parts in run.trainer.layout
+    ]
+    return run
+
+
+def move_vectors(run: Run) -> None:
+    moved = {part.name: run.trainer.weights[part.name] + 1 for part in PARTS if len(part.shape) != 2}
+    assert moved
+    run.trainer.step(**moved)
+
+
+def test_what_never_changes_travels_once(with_base):
+    first = with_base.bridge.refit()
+    move_vectors(with_base)
+    second = with_base.bridge.refit()
+    vectors = sum(part.nbytes for part in PARTS if len(part.shape) != 2)
+    assert second.nbytes == vectors * 2 < first.nbytes  # on both ranks of an engine
+    assert with_base.holds()
+
+
+def test_what_never_changes_is_compared_once_with_verify_full(with_base):
+    with_base.bridge.verify = "full"
+    with_base.bridge.refit()
+    move_vectors(with_base)
+    with_base.bridge.refit()
+    assert with_base.holds()
+    assert [push["with_frozen"] for push in with_base.trainer.pushes] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("when", ["load", "loaded", "commit"])
+def test_an_engine_that_starts_again_gets_what_never_changes_again(with_base, when):
+    with_base.bridge.refit()
+    move_vectors(with_base)
+    with_base.engines.hook = once(when, 1, MemoryEngine.kill)
+    with_base.bridge.refit()
+    assert with_base.holds()
+    move_vectors(with_base)
+    with_base.bridge.refit()
+    assert with_base.holds()
+    assert with_base.trainer.pushes[-1]["with_frozen"] is False
+
+
+def test_an_engine_that_lost_its_memory_gets_what_never_changes_again(with_base):
+    with_base.bridge.refit()
+    engine = with_base.engines.engines[0]
+    engine.loaded_version = -1
+    for rank in engine.ranks:
+        rank.held = {name: empty(part) for name, part in rank.parts.items()}
+    with_base.bridge.refit()
+    assert with_base.holds()
+
+
+def test_a_refused_version_brings_all_the_next_time(with_base):
+    with_base.bridge.refit()
+    vector = next(part.name for part in PARTS if len(part.shape) == 1 and part.size[0])
+    good = with_base.trainer.weights[vector]
+    with_base.trainer.step(**{vector: torch.full_like(good, torch.nan)})
+    with_base.refused("not finite")
+    with_base.trainer.step(**{vector: good})
+    with_base.bridge.refit()
+    assert with_base.trainer.pushes[-1]["with_frozen"] is True
+    assert with_base.holds()

@@ -51,7 +51,7 @@ def test_numbers_of_a_gpu_are_read_once_a_message(from_fp8):
         with ScalarReads() as sending:
             stream.senders[0].send(values, 0, stream.links[0])
         with ScalarReads() as receiving:
-            stream.engine.ranks[0].load(0, True, lambda: None)
+            stream.engine.ranks[0].load(0, True, True, lambda: None)
         assert stream.has_weights(weights)
         assert stream.tampered[0].seen == 1
         return sending.count, receiving.count

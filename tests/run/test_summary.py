@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from nemo_fp8rl.common.format_numbers import format_exactly, format_share
+from nemo_fp8rl.config.policy_schema import MegatronConfig, PeftConfig
 from nemo_fp8rl.run.summary import make_summary, next_commands
 
 
@@ -43,10 +44,13 @@ def test_commands_quote_paths_and_name_the_latest_checkpoint(tmp_path):
         checkpointing=SimpleNamespace(checkpoint_dir=str(folder / "checkpoints")),
         grpo=SimpleNamespace(max_num_steps=10, max_num_epochs=3),
         nemo_fp8rl=SimpleNamespace(quantizes_rollout=True),
+        policy=SimpleNamespace(megatron_cfg=MegatronConfig()),
     )
     text = next_commands(cfg, 10).plain
     assert f"nemo-fp8rl report '{folder}'" in text
     assert f"--checkpoint '{Path(folder)}/checkpoints/step_10/policy/weights'" in text
+    cfg.policy.megatron_cfg = MegatronConfig(peft=PeftConfig(enabled=True))
+    assert "/checkpoints/step_10/policy/adapter'" in next_commands(cfg, 10).plain
     assert "--resume grpo.max_num_steps=20" in text
     assert (
         "--resume grpo.max_num_epochs=6 grpo.max_num_steps=10" in next_commands(cfg, 9).plain

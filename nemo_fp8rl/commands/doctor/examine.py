@@ -10,16 +10,19 @@ from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
 from nemo_fp8rl.commands.doctor.finding import Finding
 from nemo_fp8rl.commands.doctor.hardware import Gpu, check_hardware, gpu_by_name
 from nemo_fp8rl.commands.doctor.known_models import DEEPSEEK_GUIDE
+from nemo_fp8rl.commands.doctor.memory.adapter_memory import check_adapters
 from nemo_fp8rl.commands.doctor.memory.phases import GIB, Memory, check_memory, memory_of
 from nemo_fp8rl.commands.doctor.model_shapes import shape_of
 from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement, check_format
-from nemo_fp8rl.commands.doctor.recipe_plan import Plan
+from nemo_fp8rl.commands.doctor.recipe_plan import TRAINER, Plan
 from nemo_fp8rl.commands.doctor.worker_limits import check_workers
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.keys import at
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import read_recipe
 from nemo_fp8rl.nemo_rl.recipe.value_types import require
 
+SMALLEST_ADAPTER_RATE = 2e-6
+"""Learning rate of adapters below which the doctor warns; recipes for all parameters have 3e-7 to 1e-6."""
 COLOURS = {"ok": "green", "warn": "yellow", "error": "red"}
 
 
@@ -66,6 +69,8 @@ def examine(
         *check_alignment(plan),
         *check_batches(plan),
         *([] if other_format else check_memory(plan, gpu, memory)),
+        *([] if other_format else check_adapters(plan)),
+        *check_learning_rate(plan),
         *([] if other_format else check_hardware(plan, gpu)),
         *check_workers(plan, recipe.checkout.engines_survive_fp8_refit),
         *(_check_fingerprints(plan) if fingerprint else ()),
@@ -79,6 +84,21 @@ def _check_name(model: str) -> Iterator[Finding]:
             "policy.model_name is a sentence on DeepSeek-V3, whose sizes stand here; set it to the folder it speaks of"
         )
         yield Finding("warn", "model", text)
+
+
+def check_learning_rate(plan: Plan) -> Iterator[Finding]:
+    """Warn of a rate for all parameters where adapters alone are trained.
+
+    They need about ten times as much (https://thinkingmachines.ai/blog/lora/); QeRL has 1e-5 or 5e-6 (arXiv 2510.11696,
+    table 4), NeMo RL's own recipes 5e-6.
+    """
+    rate = plan.megatron["optimizer"].get("lr")
+    if plan.peft.enabled and isinstance(rate, int | float) and rate < SMALLEST_ADAPTER_RATE:
+        text = (
+            f"{TRAINER}.optimizer.lr={rate:g} is one for all parameters; adapters need about ten times as much, and "
+            "hardly move with less: set it to 5e-6 or more"
+        )
+        yield Finding("warn", "adapters", text)
 
 
 def _check_fingerprints(plan: Plan) -> Iterator[Finding]:

@@ -9,13 +9,22 @@ from nemo_fp8rl.commands.doctor.models.shape import Shape
 from nemo_fp8rl.commands.doctor.models.sizes import Weight
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.fp8rl_schema import Flow
+from nemo_fp8rl.config.policy_schema import PeftConfig
+from nemo_fp8rl.config.typed_tree import to_block
 from nemo_fp8rl.fp8 import FP8, Format, with_lines
 from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers, fused_projections
+from nemo_fp8rl.hf.adapters import FUSED_NAMES, is_adapted
 from nemo_fp8rl.hf.divisibility import pipeline_stages
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
+from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, PEFT
 from nemo_fp8rl.nemo_rl.recipe.precision import Precision, engine_fp8_layers, knows_quant_cfg, read_precision
 
 TRAINER = "policy.megatron_cfg"
+IN_MEGATRON = {
+    **{"qkv_proj": "linear_qkv", "o_proj": "linear_proj"},
+    **{"gate_up_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"},
+}
+"""Fused name of a linear -> its last name in Megatron."""
 ENGINE = "policy.generation.vllm_cfg"
 
 
@@ -211,6 +220,25 @@ class Plan:
     def _is_in_fp8_layer(self, weight: Weight) -> bool:
         layer = LAYER.search(weight.name)
         return layer is not None and int(layer[1]) in self.engine_layers
+
+    # Adapters
+
+    @cached_property
+    def peft(self) -> PeftConfig:
+        """The block policy.megatron_cfg.peft. Raises: UserError, with the key, for a value that it cannot have"""
+        block = self.megatron.get("peft") or {}
+        known = {name: block[name] for name in COPIED_KEYS[PEFT] if block.get(name) is not None}
+        return to_block(known, PeftConfig, f"{PEFT}.")
+
+    def is_adapted(self, weight: Weight) -> bool:
+        """Return whether a weight has an adapter. A linear that Megatron names otherwise goes by its own last name."""
+        layer = LAYER.search(weight.name)
+        if not (self.peft.enabled and weight.linear and layer):
+            return False
+        leaf = weight.name.removesuffix(".weight").rpartition(".")[2]
+        leaf = FUSED_NAMES.get(leaf, leaf)
+        above = "self_attention." if ".self_attn." in weight.name else "mlp." + "experts." * weight.of_expert
+        return is_adapted(f"decoder.layers.{layer[1]}.{above}{IN_MEGATRON.get(leaf, leaf)}", self.peft)
 
     # Batches
 

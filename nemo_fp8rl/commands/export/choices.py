@@ -3,16 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import yaml
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.yaml_tree import file_errors, flatten
-from nemo_fp8rl.fp8 import FLOW_FORMATS, Format, ScaleFormat, with_lines
+from nemo_fp8rl.fp8 import FLOW_FORMATS, FP8, Format, ScaleFormat, with_lines
 
 FLOW, SCALE_FORMAT, WEIGHT_BLOCK = "nemo_fp8rl.flow", "nemo_fp8rl.scale_format", "nemo_fp8rl.weight_block"
 VLLM = "policy.generation.vllm_cfg"
+BF16 = "bf16"
+Place = Literal["merged", "beside"]
+"""Of adapters: in the weights, or in a folder beside them."""
 WEIGHT_BLOCKS = ("square", "line")
 
 
@@ -20,6 +23,7 @@ WEIGHT_BLOCKS = ("square", "line")
 class Choices:
     """How an export quantizes.
 
+    is_bf16:     True quantizes no layer; `format` has no meaning then
     first, last: numbers of layers that stay in bfloat16
     recipe:      the recipe of the run that made the checkpoint, where it quantized; else None
     """
@@ -30,6 +34,7 @@ class Choices:
     last: int
     ignored: tuple[str, ...]
     recipe: Path | None
+    is_bf16: bool = False
 
 
 def choose(
@@ -40,14 +45,30 @@ def choose(
     first: int | None = None,
     last: int | None = None,
     ignored: Sequence[str] | None = None,
+    adapters: Place | None = None,
 ) -> Choices:
     """Return the choices for a checkpoint; None stands for the run's choice, or for the default outside a run.
 
-    Raises: UserError if a choice does not exist, or if the recipe of the run cannot be read
+    adapters:  where the adapters of the checkpoint go; None has none
+    Raises:    UserError if a choice does not exist, or if the recipe of the run cannot be read
     """
     recipe = _recipe_of(checkpoint)
     recorded = _read(recipe) if recipe else {}
     flow = str(recorded.get(FLOW, "bf16"))
+    if format == BF16 and adapters != "merged":
+        raise UserError(
+            "--format bf16 needs --merge: vLLM serves a bfloat16 checkpoint, with adapters or not, as it is"
+        )
+    if adapters and recipe and flow == "bf16" and format is None:
+        if adapters == "beside":
+            raise UserError(
+                f"{checkpoint} has adapters over a bfloat16 base, which vLLM serves as it is: give that base to "
+                f"`vllm serve` with --enable-lora --lora-modules policy={checkpoint}, or give --merge, or --format to "
+                "quantize it"
+            )
+        return Choices(FP8, "pow2", 0, 0, (), recipe, is_bf16=True)
+    if format == BF16:
+        return Choices(FP8, "pow2", 0, 0, (), None, is_bf16=True)
     if flow == "bf16":
         recipe, recorded = None, {}
     run_format = flow.removesuffix("_e2e").removesuffix("_rollout") if recipe else "fp8"
@@ -76,10 +97,10 @@ def choose(
 
 
 def _recipe_of(checkpoint: Path) -> Path | None:
-    """Return the recipe of the run whose checkpoint this is: RUN/checkpoints/step_N/policy/weights."""
+    """Return the recipe of the run whose checkpoint this is: RUN/checkpoints/step_N/policy/weights, or adapter."""
     folder = checkpoint.resolve()
     parts = folder.parts[-4:]
-    if len(parts) < 4 or parts[0] != "checkpoints" or parts[2:] != ("policy", "weights"):
+    if len(parts) < 4 or parts[0] != "checkpoints" or parts[2] != "policy" or parts[3] not in ("weights", "adapter"):
         return None
     path = folder.parents[3] / "config.yaml"
     return path if path.is_file() else None

@@ -12,7 +12,8 @@ from rich.filesize import decimal
 from safetensors import SafetensorError
 from torch import Tensor
 
-from nemo_fp8rl.commands.export.choices import Choices, choose
+from nemo_fp8rl.commands.export.adapters import MergedReader, read_exported
+from nemo_fp8rl.commands.export.choices import Choices, Place, choose
 from nemo_fp8rl.commands.export.global_scales import ExportedScales
 from nemo_fp8rl.common.atomic_files import check_output, new_folder
 from nemo_fp8rl.common.display import Display
@@ -31,7 +32,7 @@ from nemo_fp8rl.hf.fp8_layers import QUERIES, check_ignored, fused_sizes, unalig
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.model_config import HfConfig, checkpoint_hint, read_hf_config
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, expected_tensors
-from nemo_fp8rl.hf.shard_writer import ShardWriter, TensorSpec
+from nemo_fp8rl.hf.storage.shard_writer import ShardWriter, TensorSpec
 from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
@@ -53,13 +54,15 @@ def export(
     ignored_layer_kws: Sequence[str] | None = None,
     format: str | None = None,
     weight_block: str | None = None,
+    merge: bool = False,
 ) -> bool:
     """Quantize a bfloat16 checkpoint into the new folder `output`; returns True.
 
-    One file of tensors (`hf.shard_writer.FILE_BYTES`) is in memory at a time. `output` appears complete or not at all:
-    the export writes to a folder next to it, which is removed after an error, or after a kill by the next export.
+    One file of tensors (`hf.storage.shard_writer.FILE_BYTES`) is in memory at a time. `output` appears complete or not
+    at all: the export writes to a folder next to it, which is removed after an error, or after a kill by the next export.
 
-    checkpoint:  an HF folder of a supported family
+    checkpoint:  an HF folder of a supported family, or the folder of a run's adapters
+    merge:       True adds the adapters to the weights of their base, False copies them beside the base
     further:     None is the choice of the run that made the checkpoint; see `choices.choose`
     Raises:      UserError if the checkpoint cannot be read (see `read_hf_config`, `CheckpointReader`), is not bfloat16
                  or not finite, or has sizes that do not fit vLLM's blocks; if `output` is not empty or not writable
@@ -67,34 +70,49 @@ def export(
     output = Path(os.path.abspath(output))
     check_output(output)
     bf16_layers = num_first_layers_in_bf16, num_last_layers_in_bf16, ignored_layer_kws
-    choices = choose(checkpoint, format, scale_format, weight_block, *bf16_layers)
-    if not (checkpoint / "config.json").is_file():
+    exported = read_exported(checkpoint)
+    if merge and exported is None:
+        raise UserError(f"--merge: --checkpoint {checkpoint} is no folder of adapters; leave --merge out")
+    place: Place | None = None if exported is None else "merged" if merge else "beside"
+    choices = choose(checkpoint, format, scale_format, weight_block, *bf16_layers, place)
+    source = checkpoint if exported is None else exported.base
+    if not (source / "config.json").is_file():
         raise UserError(
             f"--checkpoint {checkpoint} has no config.json; give an HF checkpoint folder{checkpoint_hint(checkpoint)}"
         )
-    hf = read_hf_config(checkpoint)
-    fp8_layers = _choose_fp8_layers(hf, choices)
+    if exported and not merge:
+        exported.check_served_beside()
+    hf = read_hf_config(source)
+    fp8_layers = Fp8Layers.none() if choices.is_bf16 else _choose_fp8_layers(hf, choices)
     shapes = expected_tensors(hf)
-    config = with_dtype(json.loads((checkpoint / "config.json").read_text()), "bfloat16")
-    config["quantization_config"] = _quantization_config(shapes, fp8_layers, choices)
-    with CheckpointReader(checkpoint) as reader:
+    config = with_dtype(json.loads((source / "config.json").read_text()), "bfloat16")
+    if not choices.is_bf16:
+        config["quantization_config"] = _quantization_config(shapes, fp8_layers, choices)
+    with MergedReader(exported) if exported and merge else CheckpointReader(source) as reader:
         reader.check(shapes)
         for name in shapes:
             if reader.dtype(name) != "BF16":
                 raise UserError(
-                    f"{checkpoint}: {name} is {reader.dtype(name)}, only bfloat16 is exported; convert the checkpoint"
+                    f"{source}: {name} is {reader.dtype(name)}, only bfloat16 is exported; convert the checkpoint"
                 )
         with new_folder(output, (OSError, SafetensorError)) as partial:
             with ShardWriter(partial, _make_specs(shapes, fp8_layers, choices.format)) as writer:
                 _check_space(output, writer.nbytes)
-                _quantize(reader, shapes, writer, fp8_layers, choices)
+                scales = ExportedScales(reader, choices, None if exported else checkpoint.parent)
+                _quantize(reader, shapes, writer, fp8_layers, choices, scales)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            for path in (path for pattern in COPIED_FILES for path in checkpoint.glob(pattern)):
-                (partial / path.name).write_bytes(_read_bytes(path))
+            for folder in dict.fromkeys((source, checkpoint)):  # the run's tokenizer is beside its adapters
+                for path in (path for pattern in COPIED_FILES for path in folder.glob(pattern)):
+                    (partial / path.name).write_bytes(_read_bytes(path))
+            if exported and not merge:
+                exported.copy_to(partial)
     files = f"{len(writer.files)} files" if len(writer.files) > 1 else "1 file"
     layers = f"{fp8_layers.count} of {hf.num_hidden_layers} layers in {_title(choices.format)}"
-    source = f", as {choices.recipe} says where no option does" if choices.recipe else ""
-    print(f"wrote {output}: {layers}, {decimal(writer.nbytes)} in {files}{source}")
+    layers = "bfloat16" if choices.is_bf16 else layers
+    reason = f", as {choices.recipe} says where no option does" if choices.recipe else ""
+    print(f"wrote {output}: {layers}, {decimal(writer.nbytes)} in {files}{reason}")
+    if exported and not merge:
+        print(f"serve it by: {exported.command(output)}")
     return True
 
 
@@ -179,10 +197,15 @@ def _engine_form(name: str, tensors: dict[str, Tensor], rows: int, format: Forma
 
 
 def _quantize(
-    reader: CheckpointReader, names: Collection[str], writer: ShardWriter, fp8_layers: Fp8Layers, choices: Choices
+    reader: CheckpointReader | MergedReader,
+    names: Collection[str],
+    writer: ShardWriter,
+    fp8_layers: Fp8Layers,
+    choices: Choices,
+    scales: ExportedScales,
 ) -> None:
     """Quantize tensor by tensor from `reader` to `writer`."""
-    written, layer, scales = 0, None, ExportedScales(reader, choices)
+    written, layer = 0, None
     with Display("export", len(names)) as display:
         for number, name in enumerate(names, 1):
             try:

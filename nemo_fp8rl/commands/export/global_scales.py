@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.commands.export.adapters import MergedReader
 from nemo_fp8rl.commands.export.choices import Choices
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.fp8 import encode_scale
@@ -18,22 +20,23 @@ class ExportedScales:
     """The factors (1 / global scale) of the weights of a checkpoint, in a format that has them.
 
     Power-of-two scales were chosen in the past, and blocks of tiny values were flushed relative to them, so the run's
-    are used where the run saved them. Float32 scales follow from the weights.
+    are used where the run saved them. A run with adapters does not: its base has those that it chose at the start.
+    Float32 scales follow from the weights.
     """
 
-    def __init__(self, reader: CheckpointReader, choices: Choices) -> None:
-        self.reader, self.choices = reader, choices
-        self.folder = reader.folder.parent
+    def __init__(self, reader: CheckpointReader | MergedReader, choices: Choices, folder: Path | None) -> None:
+        """folder: where the run may have saved its scales; None for a base, whose scales no run saved"""
+        self.reader, self.choices, self.folder = reader, choices, folder
         self._saved: Mapping[str, float] | None = None
         self._chosen: dict[str, Tensor] = {}
-        if choices.format.has_global and choices.scale_format == "pow2" and (self.folder / FOLDER).is_dir():
-            self._saved = read_scales(self.folder)
+        if choices.format.has_global and choices.scale_format == "pow2" and folder and (folder / FOLDER).is_dir():
+            self._saved = read_scales(folder)
 
     def encode(self, name: str) -> Tensor | None:
         """Return the factor of a weight, float32 []; None in a format without it. Raises UserError."""
         if not self.choices.format.has_global:
             return None
-        if self._saved is None:
+        if self._saved is None or self.folder is None:
             return self._choose(name)
         encode = self._saved.get(name, 0.0)
         if not 0 < encode < math.inf:

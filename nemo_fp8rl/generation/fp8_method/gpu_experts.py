@@ -1,4 +1,7 @@
-"""FP8 experts of an engine on a GPU: `nemo_fp8rl.fp8` quantizes activations, vLLM's Triton kernel multiplies."""
+"""Experts of an engine on a GPU.
+
+FP8: `nemo_fp8rl.fp8` quantizes activations, vLLM's Triton kernel multiplies. bfloat16 with adapters: `ops.experts`.
+"""
 
 from typing import Any
 
@@ -11,7 +14,8 @@ from vllm.model_executor.layers.fused_moe.moe_fused_mul_sum import moe_fused_mul
 from vllm.triton_utils import tl
 
 from nemo_fp8rl.fp8 import BLOCK, quantize_activations
-from nemo_fp8rl.generation.fp8_method.stored_weights import QuantizedMoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import PlainMoEMethod, QuantizedMoEMethod
+from nemo_fp8rl.ops.experts import experts_linear, tiles_of_experts
 
 COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -41,9 +45,11 @@ class NativeFp8MoEMethod(QuantizedMoEMethod):
             ignore_invalid_experts=True,
         )
         gate_up = self._by_experts(x, w13, layer.w13_weight_scale_inv, k, order, config)
+        gate_up = self.adapt(layer, "w13", gate_up, x, topk_ids)
         activated = x.new_empty((tokens * k, w2.size(2)))
         apply_moe_activation(MoEActivation.SILU, activated, gate_up.view(tokens * k, -1))
         expert_out = self._by_experts(activated, w2, layer.w2_weight_scale_inv, 1, order, config).view(tokens, k, -1)
+        expert_out = self.adapt(layer, "w2", expert_out, activated, topk_ids)
         return moe_fused_mul_sum(expert_out, topk_weights, topk_ids=topk_ids, expert_map=layer.expert_map)
 
     def _by_experts(
@@ -83,3 +89,20 @@ class NativeFp8MoEMethod(QuantizedMoEMethod):
             block_shape=list(BLOCK),
         )
         return out
+
+
+class Bf16GroupedMoEMethod(PlainMoEMethod):
+    """Multiplies weights in the model's dtype; for experts with adapters, which vLLM's own method does not know."""
+
+    kernel_name = "nemo_fp8rl.ops.experts (Triton)"
+
+    def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        tokens, k = topk_ids.shape
+        tiles = tiles_of_experts(topk_ids, layer.global_num_experts, layer.expert_map)
+        gate_up = experts_linear(x, layer.w13_weight, None, tiles, k, True)
+        gate_up = self.adapt(layer, "w13", gate_up, x, topk_ids)
+        activated = x.new_empty((tokens * k, layer.w2_weight.size(2)))
+        apply_moe_activation(MoEActivation.SILU, activated, gate_up)
+        expert_out = experts_linear(activated, layer.w2_weight, None, tiles, 1, True)
+        expert_out = self.adapt(layer, "w2", expert_out, activated, topk_ids).view(tokens, k, -1)
+        return moe_fused_mul_sum(expert_out, topk_weights, topk_ids=topk_ids, expert_map=layer.expert_map)

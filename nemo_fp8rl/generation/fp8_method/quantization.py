@@ -84,7 +84,7 @@ class NemoFp8RlConfig(Fp8Config):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         method = self._base_method(layer, prefix)
         if isinstance(layer, LinearBase) and self.adapters.adapts(prefix):
-            return with_adapter(method, self.adapters)
+            return with_adapter(method, self.adapters, self.is_aligned)
         has_expert_adapters = any(self.adapters.adapts(f"{prefix}.{name}") for name in ("gate_up_proj", "down_proj"))
         if isinstance(layer, RoutedExperts) and has_expert_adapters:
             return with_expert_adapters(method or bf16_experts(layer.moe_config), self.adapters, prefix)
@@ -139,6 +139,10 @@ def _register_shared_operations() -> None:
 
 def bf16_experts(moe: FusedMoEConfig) -> Any:
     """Return the method of experts in the model's dtype that have adapters."""
+    if current_platform.is_cuda():
+        from nemo_fp8rl.generation.fp8_method.gpu_experts import Bf16GroupedMoEMethod
+
+        return Bf16GroupedMoEMethod(moe)
     from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_experts import Bf16MoEMethod
 
     return Bf16MoEMethod(moe)

@@ -124,6 +124,14 @@ class MoEMethod(FusedMoEMethodBase):
         """Return this rank's output [tokens, H] of x [tokens, H], topk_* [tokens, k]; vLLM sums it over the ranks."""
         raise NotImplementedError
 
+    def adapt(self, layer: Any, name: str, y: Tensor, x: Tensor, topk_ids: Tensor) -> Tensor:
+        """Return the products of w13 or w2, to which a method with adapters adds theirs (`low_rank`).
+
+        y:  the products by slot (a token with one of its experts), [tokens * k, N] or [tokens, k, N]
+        x:  [tokens, H] for w13, [tokens * k, I] for w2
+        """
+        return y
+
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         return None
 

@@ -40,7 +40,6 @@ REQUIRED_VALUES = {
     "policy.megatron_cfg.enabled": (True, "the trainer is Megatron Core"),
     "policy.dtensor_cfg.enabled": (False, "the trainer is Megatron Core"),
     "policy.megatron_cfg.mtp_num_layers": (0, "the trainer has no multi-token prediction"),
-    "policy.megatron_cfg.peft.enabled": (False, "all parameters are trained"),
     "policy.megatron_cfg.moe_router_bias_update_rate": (0.0, "the trainer's routers have no bias of load balancing"),
     "policy.megatron_cfg.moe_router_load_balancing_type": ("none", "the trainer adds no load-balancing loss"),
     "policy.megatron_cfg.optimizer.params_dtype": ("float32", "the optimizer keeps its weights in float32"),
@@ -56,6 +55,9 @@ REQUIRED_VALUES = {
     "checkpointing.pretrained_checkpoint": (None, "weights come from policy.model_name"),
     "checkpointing.save_optimizer": (True, "a run resumes from its optimizer's state, too"),
 }
+PEFT = "policy.megatron_cfg.peft"
+LORA_DTYPE = f"{PEFT}.lora_dtype"
+ALL_LINEARS = "[linear_qkv, linear_proj, linear_fc1, linear_fc2]"
 VALUES_IF_ABSENT = {"policy.megatron_cfg.enabled": False}
 """NeMo RL's default of a required key, if it differs from the required value."""
 READ_PREFIXES = (
@@ -70,7 +72,7 @@ READ_PREFIXES = (
     *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.env_vars."),
     *("policy.generation.vllm_cfg.precision", "policy.generation.val_"),
     *("policy.generation.vllm_cfg.kv_cache_dtype", "policy.generation.vllm_cfg.pow2_"),
-    "policy.megatron_cfg.train_iters",
+    *("policy.megatron_cfg.train_iters", LORA_DTYPE),
 )
 UNUSED_PREFIXES = (
     *("policy.dtensor_cfg.", "policy.optimizer", "policy.scheduler", "policy.draft.", "policy.generation_batch_size"),
@@ -99,7 +101,8 @@ UNUSED_PREFIXES = (
     *(f"policy.megatron_cfg.optimizer.{name}" for name in ("bf16", "sgd_momentum", "use_distributed_optimizer")),
     "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",  # moments are always float32
     *("policy.megatron_cfg.optimizer.optimizer_", "policy.megatron_cfg.optimizer.overlap_cpu_"),
-    *("policy.megatron_cfg.peft.", "policy.megatron_cfg.pipeline_dtype", "policy.megatron_cfg.recompute_"),
+    "policy.megatron_cfg.peft.a2a_experimental",  # how ranks exchange the values of an adapter
+    *("policy.megatron_cfg.pipeline_dtype", "policy.megatron_cfg.recompute_"),
     *("policy.megatron_cfg.use_fused_linear_logprobs", "policy.megatron_cfg.use_gloo_process_groups"),
     *("policy.generation._", "policy.generation.mcore_generation_config.", "policy.generation.port_range_"),
     "policy.generation.refit_",
@@ -113,6 +116,7 @@ UNUSED_PREFIXES = (
 IGNORED_VALUES = {
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "the optimizer stays on the GPU while it trains"),
     "policy.megatron_cfg.fine_grained_activation_offloading": (False, "activations stay on the GPU"),
+    "policy.megatron_cfg.peft.a2a_experimental": (False, "matrix A is whole on every rank"),
     "policy.generation.vllm_cfg.enable_prefix_caching": (True, "engines cache prefixes where vLLM can"),
     "checkpointing.is_async": (False, "a checkpoint is complete before training continues"),
     "checkpointing.model_save_format": ("safetensors", "weights are saved as safetensors"),
@@ -129,6 +133,7 @@ def check_keys(master: Mapping[str, Any]) -> None:
         if value != required and (required or value is not None):  # null equals a required false or 0
             fix = required if isinstance(required, str) else json.dumps(required)
             raise UserError(f"{key}={value}: {why}; set it to {fix}")
+    _check_adapters(master)
     known = {f"{block}.{name}" for block, names in COPIED_KEYS.items() for name in names} | REQUIRED_VALUES.keys()
     for key, value in _leaves(master["policy"], "policy."):
         is_set = value not in (None, {}) if key.startswith(MODEL_PREFIXES) else bool(value)
@@ -139,11 +144,34 @@ def check_keys(master: Mapping[str, Any]) -> None:
             )
 
 
+def _check_adapters(master: Mapping[str, Any]) -> None:
+    """Raise UserError, with the key, for low-rank adapters that NeMo RL refuses, or of another dtype than here."""
+    peft = at(master, PEFT, None) or {}
+    if not peft.get("enabled"):
+        return
+    for name in ("dim", "alpha"):
+        if peft.get(name) is None:
+            raise UserError(f"{PEFT}.{name} is missing or null, and {PEFT}.enabled=true: set a number")
+    dtype, precision = peft.get("lora_dtype"), at(master, "policy.precision", "bfloat16")
+    if str(dtype).removeprefix("torch.") not in ("None", precision):
+        raise UserError(
+            f"{LORA_DTYPE}={short_repr(dtype)}: adapters have the dtype of policy.precision={precision}, and the "
+            "optimizer keeps them in float32; set it to null"
+        )
+
+
 def describe_ignored_values(master: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key whose value the package's trainer and engines ignore."""
     for key, (followed, instead) in IGNORED_VALUES.items():
         if (value := at(master, key, None)) not in (None, followed):
             yield f"{key}={short_repr(value)} has an effect only on NeMo RL's own workers; {instead}"
+    peft = at(master, PEFT, None) or {}
+    if peft.get("enabled") and not peft.get("target_modules"):
+        yield (
+            f"{PEFT}.target_modules is empty: NeMo RL's own trainer then adapts the output layer and no grouped "
+            f"experts, this package's every linear of the layers, experts too; {PEFT}.target_modules={ALL_LINEARS} is "
+            "the same for both"
+        )
 
 
 def at(tree: Mapping[str, Any], key: str, default: Any) -> Any:

@@ -8,7 +8,7 @@ from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, is_colocated
-from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.keys import PEFT, at
 from nemo_fp8rl.nemo_rl.recipe.precision import SPELLINGS, VLLM_CFG, read_precision
 from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE, settings_of_recipe
 from nemo_fp8rl.nemo_rl.stock.layout_limits import why_batch_indivisible, why_layout_unsupported
@@ -66,6 +66,8 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
     Raises: UserError if the precisions of trainer and engine do not agree
     """
     precision = read_precision(policy)
+    if refusal := why_rank_indivisible(policy):
+        return refusal
     if precision.flow == "bf16":  # then any transport of NeMo RL's does
         return why_transport_unsupported(policy["generation"], only_ours=True)
     if precision.flow not in STOCK_FLOWS:
@@ -73,6 +75,12 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
             f"{SPELLINGS[precision.flow.rpartition('_')[0]][2]}: with NeMo RL's own workers this package refits FP8 "
             "and bfloat16 alone, by its checkpoint engine as well: set nemo_fp8rl.workers=ours, or use NeMo RL's own "
             "launcher"
+        )
+    if precision.flow == "fp8_e2e" and has_adapters(policy):
+        return (
+            f"{PEFT}.enabled=true with FP8 in trainer and engine: NeMo RL's own trainer computes with its FP8 base and "
+            "adapters beside it, and sends their bfloat16 sum, which FP8 rounds to other weights: set "
+            "nemo_fp8rl.workers=ours, or policy.megatron_cfg.fp8_cfg.enabled=false"
         )
     if not survives_refit:
         return (
@@ -101,6 +109,25 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
     if at(policy, "generation.vllm_kwargs.kv_cache_dtype", None) is not None:
         return "policy.generation.vllm_kwargs.kv_cache_dtype: say it in policy.generation.vllm_cfg.kv_cache_dtype"
     return ""
+
+
+def has_adapters(policy: Mapping[str, Any]) -> bool:
+    """Return whether the block `policy` trains low-rank adapters with Megatron."""
+    return bool(at(policy, "megatron_cfg.enabled", False) and at(policy, "megatron_cfg.peft.enabled", False))
+
+
+def why_rank_indivisible(policy: Mapping[str, Any]) -> str:
+    """Return why NeMo RL's trainer cannot split the adapters' matrix A over its ranks; empty if it can.
+
+    It splits the rows of A (Megatron-Bridge, peft/utils.py); the package's trainer has A whole on every rank.
+    """
+    tensor, rank = (at(policy, f"megatron_cfg.{key}", None) for key in ("tensor_model_parallel_size", "peft.dim"))
+    if not has_adapters(policy) or not tensor or not rank or rank % tensor == 0:
+        return ""
+    return (
+        f"{PEFT}.dim={rank} does not divide over policy.megatron_cfg.tensor_model_parallel_size={tensor} in NeMo RL's "
+        f"own trainer: set it to {-(-rank // tensor) * tensor}, {OR_PACKAGE_WORKERS}"
+    )
 
 
 def why_transport_unsupported(generation: Mapping[str, Any], only_ours: bool = False) -> str:

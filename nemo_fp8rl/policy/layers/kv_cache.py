@@ -119,9 +119,10 @@ class TrainerKvCache:
             raw = json.loads((folder / FILE).read_text())
             k, v, q = (tuple(map(float, raw[f"{x}_scale"])) for x in "kvq")
         except KeyError as name:
+            weights = folder / "weights"
+            hint = f"; start a new run with policy.model_name={weights}" if weights.is_dir() else ""
             raise UserError(
-                f"{folder / FILE} lacks {name}: the checkpoint is not complete, or of an earlier release; start a "
-                f"new run with policy.model_name={folder}/weights"
+                f"{folder / FILE} lacks {name}: the checkpoint is not complete, or of an earlier release{hint}"
             ) from None
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{folder / FILE} cannot be read ({error}); the checkpoint is not complete") from None

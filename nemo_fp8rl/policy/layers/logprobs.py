@@ -3,6 +3,11 @@
 With a vocabulary of 151,936 the float32 logits of one sequence of 2,048 tokens take 1.2 GB, and softmax and backward
 take several times that. This module computes, reads and drops a chunk's logits, and computes them again in the
 backward. The backward also holds the head's gradient [V, H] in float32, and at its end a copy in the head's dtype.
+
+Top-k and top-p select tokens as vLLM's sampler does on a CPU. On a GPU vLLM 0.32 selects exactly k tokens
+(vllm/v1/sample/ops/topk_topp_triton.py): it drops some of the tokens that tie with the k-th, and this module keeps all
+of them. Its kernel decides which, so the trainer cannot follow; the trainer's log-probs are then lower, by the share of
+the ties that the engine dropped.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 from nemo_fp8rl.ops.alignment import Alignment
-from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
 
 SOFTMAX_ROWS = 16
 """The least number of rows of one float32 softmax; a GPU takes as many rows as fit into VALUES."""
@@ -25,6 +29,20 @@ VALUES = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Float32 values of a temporary, 4 bytes each: few enough for a CPU's cache, enough to occupy a GPU's kernel."""
 INDEX_BYTES = 8
 """Bytes of the int64 index that sorting returns with each value."""
+
+
+class TokenFilter(NamedTuple):
+    """The sampling limits of an engine; False if they select all tokens.
+
+    top_k:  None for all tokens
+    top_p:  1 for all tokens
+    """
+
+    top_k: int | None
+    top_p: float
+
+    def __bool__(self) -> bool:
+        return self.top_k is not None or self.top_p < 1
 
 
 class Head(NamedTuple):
@@ -255,3 +273,22 @@ def _product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _rows_per_slice(weight: Tensor) -> int:
     return max(1, VALUES[weight.device.type] // weight.size(1))
+
+
+def filter_logits(logits: Tensor, targets: Tensor, token_filter: TokenFilter) -> Tensor:
+    """Return the logits, float32 [N, V], with -inf at tokens that cannot be sampled, except at `targets`, int64 [N].
+
+    Top-k is first and keeps ties of the k-th. Top-p follows, on the softmax of the remaining tokens: it drops tokens
+    from the least likely on, as long as their probabilities add up to at most 1 - p
+    (vllm/v1/sample/ops/topk_topp_sampler.py). A target was sampled, so it was in the engine's set; where rounding puts
+    it just outside the trainer's set, its probability must not become 0.
+    """
+    ordered, order = logits.sort(-1)
+    if token_filter.top_k is not None and token_filter.top_k < logits.size(-1):
+        ordered = ordered.masked_fill(ordered < ordered[:, -token_filter.top_k, None], -torch.inf)
+    if token_filter.top_p < 1:
+        outside = ordered.softmax(-1).cumsum(-1) <= 1 - token_filter.top_p
+        outside[:, -1] = False
+        ordered = ordered.masked_fill(outside, -torch.inf)
+    selected = torch.empty_like(logits).scatter_(-1, order, ordered)
+    return selected.scatter_(-1, targets[:, None], logits.gather(-1, targets[:, None]))

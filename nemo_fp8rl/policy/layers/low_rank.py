@@ -6,7 +6,7 @@
 What ranks exchange for an adapter has r values a token. Every rank has the whole h = x A^T, so any rank r is possible.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nemo_fp8rl.config.policy_schema import PeftConfig
 from nemo_fp8rl.fp8.low_rank import Product, partial_rank
+from nemo_fp8rl.hf.adapters import LORA_A, LORA_B
 
 
 @dataclass
@@ -50,8 +51,8 @@ class AdapterState:
         return F.dropout(x, self.dropout) if is_due else x
 
 
-class LowRank:
-    """A mixin of a parallel linear layer: it adds an adapter to the layer's output.
+class AdapterBeside:
+    """A mixin of a layer with an adapter beside each of its weights.
 
     product:  multiplies by A and B
     """
@@ -60,20 +61,39 @@ class LowRank:
     product: Product = staticmethod(F.linear)
     config: Any
     is_expert: bool
-    sequence_parallel: bool
-    tp_group: Any
     register_parameter: Callable[..., None]
 
-    def _add_parameters(self, rows: int, columns: int, split: str) -> None:
-        """split: the parameter of which ranks have parts; the other one is whole on every rank."""
-        shapes = {"lora_A": (self.adapters.rank, columns), "lora_B": (rows, self.adapters.rank)}
-        for name, shape in shapes.items():
-            parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+    def _add_parameters(self, weight: Tensor, split: str | None, number: str = "") -> None:
+        """Add the parameters beside a weight [N, K], whose rows B has, and whose columns A has.
+
+        split:   the parameter of which ranks have parts; the other one is whole on every rank
+        number:  of an expert, in a layer of many
+        """
+        rows, columns = weight.shape
+        spread = self.is_expert and self.config.expert_model_parallel_size > 1
+        for name, shape in ((LORA_A, (self.adapters.rank, columns)), (LORA_B, (rows, self.adapters.rank))):
+            parameter: Any = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+            parameter.allreduce = not spread  # by it Megatron chooses the ranks that sum the gradients
             if name == split or self.is_expert:
-                set_tensor_model_parallel_attributes(parameter, True, int(name == "lora_A"), 1)
+                set_tensor_model_parallel_attributes(parameter, True, int(name == LORA_A), 1)
             else:  # under sequence parallelism a rank has the gradient of its own tokens; Megatron sums them
-                parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
-            self.register_parameter(name, parameter)
+                parameter.sequence_parallel = self.config.sequence_parallel
+            self.register_parameter(f"{name}{number}", parameter)
+
+
+class LowRank(AdapterBeside):
+    """A mixin of a parallel linear layer of Megatron or Transformer Engine, which adds an adapter to its output."""
+
+    split: str
+    weight: Tensor
+    lora_A: Tensor
+    lora_B: Tensor
+    tp_group: Any
+
+    def __init__(self, *sizes: Any, is_expert: bool = False, **options: Any) -> None:
+        super().__init__(*sizes, is_expert=is_expert, **options)  # type: ignore[call-arg]
+        self.is_expert = is_expert
+        self._add_parameters(self.weight, self.split)
 
     @property
     def shares_tokens(self) -> bool:
@@ -89,17 +109,14 @@ class LowRank:
         if not state.is_enabled:
             return output, bias
         h = self._reduce(state.drop(input_, "pre"))
-        added = state.drop(self.product(h, self.lora_B), "post") * state.scale  # type: ignore[attr-defined]
-        return output + added, bias
+        return output + state.drop(self.product(h, self.lora_B), "post") * state.scale, bias
 
 
 class LowRankColumn(LowRank):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._add_parameters(self.output_size_per_partition, self.input_size, "lora_B")  # type: ignore[attr-defined]
+    split = LORA_B
 
     def _reduce(self, x: Tensor) -> Tensor:
-        h = self.product(x, self.lora_A)  # type: ignore[attr-defined]
+        h = self.product(x, self.lora_A)
         if not self.shares_tokens:
             return h
         if self.config.sequence_parallel:
@@ -108,22 +125,59 @@ class LowRankColumn(LowRank):
 
 
 class LowRankRow(LowRank):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._add_parameters(self.output_size, self.input_size_per_partition, "lora_A")  # type: ignore[attr-defined]
+    split = LORA_A
 
     def _reduce(self, x: Tensor) -> Tensor:
-        a = self.lora_A  # type: ignore[attr-defined]
         if not self.shares_tokens:
-            return self.product(x, a)
-        part = partial_rank(x, a)
+            return self.product(x, self.lora_A)
+        return self._sum(partial_rank(x, self.lora_A, self.product)).to(x.dtype)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        """Return the float32 sum of the ranks' parts, of all tokens or, under sequence parallelism, of this rank's."""
         if self.config.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(part, group=self.tp_group).to(x.dtype)
-        return reduce_from_tensor_model_parallel_region(part, group=self.tp_group).to(x.dtype)
+            return reduce_scatter_to_sequence_parallel_region(part, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
 
 
-def with_adapter(linear: type, is_row: bool, adapters: AdapterState, product: Product = F.linear) -> type:
+class LowRankExperts(AdapterBeside):
+    """A mixin of Transformer Engine's layer that holds all experts of a rank, each with an adapter.
+
+    Parameters are `lora_A0`, `lora_B0`, ... beside `weight0`, ...
+    forward: x [tokens, K], `m_splits` rows for each expert -> ([tokens, N], None).
+    """
+
+    num_gemms: int
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.is_expert = True
+        for i in range(self.num_gemms):
+            self._add_parameters(getattr(self, f"weight{i}"), None, str(i))
+
+    def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x, m_splits)  # type: ignore[misc]
+        state = self.adapters
+        if not state.is_enabled:
+            return output, bias
+        a, b = ([getattr(self, f"{name}{i}") for i in range(self.num_gemms)] for name in (LORA_A, LORA_B))
+        h = self.multiply(state.drop(x, "pre"), a, m_splits)
+        return output + state.drop(self.multiply(h, b, m_splits), "post") * state.scale, bias
+
+    def multiply(self, x: Tensor, weights: Sequence[Tensor], m_splits: Sequence[int]) -> Tensor:
+        """Return each expert's rows of x [tokens, K] times its weight [N, K], [tokens, N]."""
+        parts = zip(x.split(list(m_splits)), weights, strict=True)
+        return torch.cat([self.product(part, weight) for part, weight in parts])
+
+
+def with_adapter(linear: type, is_row: bool, adapters: AdapterState) -> type:
     """Return the class of a linear layer with an adapter."""
-    mixin = LowRankRow if is_row else LowRankColumn
-    attributes = {"adapters": adapters, "product": staticmethod(product)}
-    return type(f"LowRank{linear.__name__}", (mixin, linear), attributes)
+    return mix(LowRankRow if is_row else LowRankColumn, linear, adapters)
+
+
+def with_expert_adapters(linear: type, is_row: bool, adapters: AdapterState) -> type:
+    """Return the class of a layer of many experts with an adapter for each."""
+    return mix(LowRankExperts, linear, adapters)
+
+
+def mix(mixin: type, linear: type, adapters: AdapterState) -> type:
+    return type(f"LowRank{linear.__name__}", (mixin, linear), {"adapters": adapters})

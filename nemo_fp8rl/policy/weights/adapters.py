@@ -11,11 +11,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import region_slices
 from nemo_fp8rl.config.policy_schema import PeftConfig
 from nemo_fp8rl.hf.adapter_folder import read_adapter_folder, write_adapter_folder
-from nemo_fp8rl.hf.adapters import LORA_A, adapter_tensors
-from nemo_fp8rl.hf.part_files import PartReader, PartWriter
+from nemo_fp8rl.hf.adapters import KEY, LORA_A, Adapters, adapter_tensors
+from nemo_fp8rl.hf.hub import TOKENIZER_FILES
+from nemo_fp8rl.hf.storage.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.weights.adapter_names import adapters_from_hf
 from nemo_fp8rl.policy.weights.layout import Layout
 
@@ -42,11 +44,20 @@ def init_adapters(model: nn.Module, layout: Layout, peft: PeftConfig, seed: int)
 
 
 def save_adapters(
-    folder: Path, weights: Iterable[tuple[str, Tensor]], layout: Layout, rank: int, base_model: str, base_digest: str
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    layout: Layout,
+    rank: int,
+    tokenizer: Path,
+    base_model: str,
+    base_digest: str,
 ) -> Exception | None:
-    """Write the adapters; all ranks call it together. Returns the error that kept this rank from writing.
+    """Write the adapters and copies of the tokenizer's files; all ranks call it together.
+
+    Returns the error that kept this rank from writing.
 
     weights:      (name, this rank's part)
+    tokenizer:    the folder of the tokenizer
     base_model:   policy.model_name
     base_digest:  of the base (`hf.adapter_folder.base_digest`)
     """
@@ -67,10 +78,26 @@ def save_adapters(
             with PartReader(parts) as reader:
                 tensors = {name: reader.get(name, tuple((0, n) for n in shape)) for name, shape in shapes.items()}
             write_adapter_folder(folder, layout.hf, layout.adapters, tensors, base_model, base_digest)
+            for path in (path for pattern in TOKENIZER_FILES for path in tokenizer.glob(pattern)):
+                shutil.copyfile(path, folder / path.name)
             shutil.rmtree(parts)
         except (OSError, SafetensorError) as error:
             writer.error = error
     return writer.error
+
+
+def check_kind(folder: Path, adapters: Adapters) -> None:
+    """Raise UserError where a checkpoint has weights and the run trains adapters, or the other way round."""
+    if adapters and not (folder / "adapter").is_dir() and (folder / "weights").is_dir():
+        raise UserError(
+            f"{folder} has weights and no adapters; set {KEY}.enabled=false, or start a new run with "
+            f"policy.model_name={folder}/weights, which trains adapters over them"
+        )
+    if not adapters and not (folder / "weights").is_dir() and (folder / "adapter").is_dir():
+        raise UserError(
+            f"{folder} has adapters and no weights; set {KEY}.enabled=true, or merge them by `nemo-fp8rl export "
+            f"--checkpoint {folder}/adapter --merge --format bf16` and start a new run with that as policy.model_name"
+        )
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.config_dtype import write_dtype
 from nemo_fp8rl.hf.hub import MODEL_FILES, TOKENIZER_FILES
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.hf.part_files import PartWriter
-from nemo_fp8rl.hf.shard_writer import write_index
+from nemo_fp8rl.hf.storage.part_files import PartWriter
+from nemo_fp8rl.hf.storage.shard_writer import write_index
 from nemo_fp8rl.policy.weights.fp8_params import assign
 from nemo_fp8rl.policy.weights.hf_names import from_hf
 from nemo_fp8rl.policy.weights.layout import EXPERT, Layout

@@ -66,10 +66,13 @@ def refit_views(
 
 def storage_tensors(parameter: Any) -> list[Tensor]:
     """Return the plain tensors of a parameter, which can be copied and written in place."""
-    if not is_fp8(parameter):
-        return [parameter.detach()]
-    columns = [parameter._columnwise_data, parameter._columnwise_scale_inv]
-    return [parameter._rowwise_data, parameter._rowwise_scale_inv, *columns]
+    columns = [parameter._columnwise_data, parameter._columnwise_scale_inv] if is_fp8(parameter) else []
+    return row_tensors(parameter) + columns
+
+
+def row_tensors(parameter: Any) -> list[Tensor]:
+    """Return `storage_tensors` without columns."""
+    return [parameter._rowwise_data, parameter._rowwise_scale_inv] if is_fp8(parameter) else [parameter.detach()]
 
 
 @torch.no_grad()
@@ -83,6 +86,13 @@ def assign(parameter: Any, values: Tensor) -> None:
     initial = parameter.get_high_precision_init_val() if hasattr(parameter, "get_high_precision_init_val") else None
     if initial is not None:
         initial.copy_(values)
+
+
+def freeze(parameter: Any) -> None:
+    """Keep a parameter from training; an FP8 parameter forgets the values from which its master would be made."""
+    parameter.requires_grad = False
+    if hasattr(parameter, "clear_high_precision_init_val"):
+        parameter.clear_high_precision_init_val()
 
 
 def drop_columns(parameter: Any) -> int:

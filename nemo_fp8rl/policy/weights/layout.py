@@ -15,7 +15,7 @@ from nemo_fp8rl.common.region import Region, full_region
 from nemo_fp8rl.config.policy_schema import MegatronConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import BLOCK
-from nemo_fp8rl.hf.adapters import NO_ADAPTERS, Adapters
+from nemo_fp8rl.hf.adapters import NO_ADAPTERS, Adapters, read_adapters
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides, pipeline_stages
 from nemo_fp8rl.hf.fp8_layers import attention_dimensions, mlp_dimension, requested_fp8_layers
 from nemo_fp8rl.hf.model_config import HfConfig
@@ -175,6 +175,12 @@ def check_layout(hf: HfConfig, cfg: Config) -> None:
         raise UserError(
             f"{KEY_PREFIX}.tensor_model_parallel_size={tensor} with experts needs {KEY_PREFIX}.sequence_parallel=true: "
             "Megatron trains a mixture in no other way"
+        )
+    if read_adapters(hf, parallel.peft).adapts_experts() and expert_tensor > 1:
+        raise UserError(
+            f"{KEY_PREFIX}.expert_tensor_parallel_size={expert_tensor} splits experts, and {KEY_PREFIX}.peft gives "
+            "every expert an adapter on one rank; set it to 1 (left out, it is tensor_model_parallel_size), or leave "
+            f"linear_fc1 and linear_fc2 out of {KEY_PREFIX}.peft.target_modules"
         )
     fp8 = requested_fp8_layers(hf, cfg)
     block = cfg.nemo_fp8rl.format.line_block[1]

@@ -15,7 +15,6 @@ from nemo_fp8rl.algorithms.quantization_error import (
     weight_squares,
 )
 from nemo_fp8rl.fp8 import BlockScaled, Format, Fp8Layers, ScaleFormat
-from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 from nemo_fp8rl.policy.weights.adapter_names import adapter_views
 from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, refit_views, storage_tensors
 from nemo_fp8rl.policy.weights.hf_names import layer_norms, to_hf
@@ -32,7 +31,6 @@ class RankWeights:
     def __init__(self, layout: Layout, model: torch.nn.Module, optimizer: Any, dtype: torch.dtype) -> None:
         self.layout, self.model, self.optimizer, self.dtype = layout, model, optimizer, dtype
         self.parameters = dict(model.named_parameters())
-        self.quantized_layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, QuantizedMatmul)}
 
     def storage_tensors(self) -> list[Tensor]:
         """Return the plain tensors of all parameters, with FP8 columns; they can be copied and written in place."""
@@ -51,9 +49,8 @@ class RankWeights:
     def _quantized(self) -> dict[str, BlockScaled]:
         """Return the weights that exist only in a quantized format, by Megatron's name."""
         fp8 = {name: fp8_view(parameter) for name, parameter in self.parameters.items() if is_fp8(parameter)}
-        return fp8 | {
-            f"{name}.weight": layer.base for name, layer in self.quantized_layers.items() if layer.base is not None
-        }
+        bases = ((f"{name}.weight", getattr(layer, "base", None)) for name, layer in self.model.named_modules())
+        return fp8 | {name: base for name, base in bases if isinstance(base, BlockScaled)}
 
     def for_checkpoint(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, this rank's part) of all weights, as views where possible; all ranks call it together.

@@ -16,7 +16,7 @@ from nemo_fp8rl.common.errors import UserError
 from tests.nemo_rl.conftest import checkout, real_checkout, write  # noqa: F401
 
 CONF = Path(__file__).parents[3] / "conf"
-SHIPPED = sorted(path for path in (CONF / "nemo_rl").glob("*.yaml") if path.stem != "tiny_cpu")
+SHIPPED = sorted(path for path in (CONF / "nemo_rl").rglob("*.yaml") if path.stem != "tiny_cpu")
 ONE_NODE = [path for path in SHIPPED if path.stem.endswith("-1n8g")]
 
 

@@ -1,16 +1,21 @@
 """What is said of alignment, batches, precision and hardware, and of nothing else than what was changed."""
 
 import json
+import math
 import re
 
 import pytest
 
 from nemo_fp8rl.commands.doctor.alignment.block_alignment import check_alignment
 from nemo_fp8rl.commands.doctor.batch_sizes import check_batches
+from nemo_fp8rl.commands.doctor.examine import check_learning_rate
 from nemo_fp8rl.commands.doctor.hardware import GPUS, check_hardware, gpu_by_name
 from nemo_fp8rl.commands.doctor.known_models import KNOWN_MODELS
+from nemo_fp8rl.commands.doctor.memory.adapter_memory import check_adapters
 from nemo_fp8rl.commands.doctor.precision_agreement import check_agreement
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.hf.adapters import adapter_tensors, read_adapters
+from nemo_fp8rl.hf.model_config import read_hf_config
 from tests.commands.doctor.conftest import A16, ENGINE, MXFP8, NVFP4, TRAINER
 
 LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
@@ -537,3 +542,40 @@ def test_gpus_that_multiply_the_other_formats(plan, gpu, changes, kernels):
     trainer, engine = said(check_hardware(plan(MIXTURE, changes), GPUS[gpu]), "ok")
     assert f"our trainer on {gpu} multiplies the values" in trainer
     assert engine.startswith(f"our engines on {gpu} multiply") and engine.endswith(kernels)
+
+
+# Adapters
+
+
+def with_adapters(**keys) -> dict:
+    return {TRAINER + "peft": {"enabled": True, "dim": 32, "alpha": 32} | keys}
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-7B", MIXTURE])
+def test_what_a_later_refit_carries_is_the_adapters_of_the_trainer(plan, tmp_path, model):
+    made = plan(model, OURS | with_adapters(exclude_modules=["linear_proj"]))
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS[model]))
+    hf = read_hf_config(str(tmp_path))
+    values = sum(math.prod(shape) for shape in adapter_tensors(hf, read_adapters(hf, made.peft)).values())
+    assert f"carries {2 * values / 1e6:,.0f} MB" in one(check_adapters(made), "ok")
+    assert list(check_adapters(plan(model, OURS))) == []
+
+
+def test_a_later_refit_of_7b_at_rank_32_is_about_a_hundredth_of_the_model(plan):
+    text = one(check_adapters(plan("Qwen/Qwen2.5-7B", OURS | with_adapters())), "ok")
+    assert text == "71.1 M parameters of adapters, 0.93 % of the model's: a refit after the first carries 142 MB"
+    assert "NeMo RL's own refits carry the whole model" in one(check_adapters(plan(LLAMA, with_adapters())), "ok")
+
+
+@pytest.mark.parametrize(("rate", "warns"), [(3e-7, True), (1e-6, True), (5e-6, False), (1e-5, False)])
+def test_a_learning_rate_of_all_parameters_is_too_small_for_adapters(plan, rate, warns):
+    rates = {TRAINER + "optimizer.lr": rate}
+    texts = said(check_learning_rate(plan(LLAMA, rates | with_adapters())), "warn")
+    assert bool(texts) == warns
+    assert all(text.startswith(f"policy.megatron_cfg.optimizer.lr={rate:g} is one for all") for text in texts)
+    assert list(check_learning_rate(plan(LLAMA, rates))) == []
+
+
+def test_a_key_of_adapters_that_has_no_such_value_is_named(plan):
+    with pytest.raises(UserError, match=r"policy\.megatron_cfg\.peft\.dim"):
+        list(check_adapters(plan(LLAMA, with_adapters(dim="many"))))

@@ -6,7 +6,7 @@ from nemo_fp8rl.commands.doctor.hardware import GPUS
 from nemo_fp8rl.commands.doctor.memory.engine_memory import WORKSPACE, engine_weights, kv_bytes_per_token
 from nemo_fp8rl.commands.doctor.memory.phases import check_memory, memory_of
 from nemo_fp8rl.commands.doctor.memory.trainer_memory import activations, logits, stage_parameters
-from tests.commands.doctor.conftest import A16, ENGINE, MXFP8, NVFP4, TRAINER
+from tests.commands.doctor.conftest import A16, BF16, ENGINE, MXFP8, NVFP4, TRAINER
 
 H100 = GPUS["h100"]
 LLAMA, MIXTURE, LATENT = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"
@@ -273,3 +273,79 @@ def test_an_emulated_trainer_keeps_bfloat16_values_and_a_delta_base_of_the_wires
     rest = LLAMA_PARAMETERS - LLAMA_LINEARS
     assert parts["quantized weights"] == 2 * LLAMA_LINEARS
     assert parts["kept for deltas"] == pytest.approx((0.5 + 1 / 256) * LLAMA_LINEARS + 2 * rest)
+
+
+ADAPTERS = {TRAINER + "peft": {"enabled": True, "dim": 32, "alpha": 32}}
+LLAMA_ADAPTERS = (
+    32 * 32 * ((4096 + 4096 + 2 * 1024) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096))
+)  # q, k and v share one A, so do gate and up
+QWEN = {"3B": "Qwen/Qwen2.5-Coder-3B", "7B": "Qwen/Qwen2.5-7B", "14B": "Qwen/Qwen2.5-14B", "32B": "Qwen/Qwen2.5-32B"}
+PUBLISHED = {"3B": (6.2, 2.8), "7B": (15.2, 5.9), "14B": (29.6, 10.6), "32B": (62.3, 20.7)}
+"""GB of QeRL's models in bfloat16 and NVFP4 (arXiv 2510.11696, tables 3 and 5 to 8)."""
+
+
+def test_only_adapters_have_gradients_and_an_optimizer_and_the_base_is_there_once(plan):
+    """Between steps 14 bytes a parameter of adapters on one replica, 18 in a step; the base as the refit sends it."""
+    one = {"cluster": {"num_nodes": 1, "gpus_per_node": 1}}
+    parts = train(plan(LLAMA, OURS | ADAPTERS | one))
+    assert parts["frozen base"] == pytest.approx(FP8 * LLAMA_LINEARS + 2 * (LLAMA_PARAMETERS - LLAMA_LINEARS))
+    assert (parts["adapters"], parts["gradients"]) == (2 * LLAMA_ADAPTERS, 4 * LLAMA_ADAPTERS)
+    assert parts["optimizer"] == 12 * LLAMA_ADAPTERS
+    assert "parameters" not in parts and "quantized weights" not in parts
+    assert train(plan(LLAMA, OURS | ADAPTERS))["optimizer"] == 12 * LLAMA_ADAPTERS / 8
+
+
+def test_the_base_stays_through_refit_and_generation_and_the_engine_has_the_adapters(plan):
+    with_adapters, without = (plan(LLAMA, OURS | keys) for keys in (ADAPTERS, {}))
+    assert engine_weights(with_adapters) - engine_weights(without) == pytest.approx(2 * LLAMA_ADAPTERS)
+    _, refit, generate = memory_of(with_adapters, H100).phases
+    base = pytest.approx(FP8 * LLAMA_LINEARS + 2 * (LLAMA_PARAMETERS - LLAMA_LINEARS))
+    assert (refit.parts["frozen base"], generate.parts["frozen base"]) == (base, base)
+    assert (refit.parts["adapters"], "adapters" in generate.parts) == (2 * LLAMA_ADAPTERS, False)
+
+
+def test_of_an_adapter_the_side_of_the_weight_is_split(plan):
+    """Over 4 ranks: B of qkv and gate_up by rows, A of o and down by columns; the other matrix is whole."""
+    layout = {TRAINER + "tensor_model_parallel_size": 4, ENGINE + "tensor_parallel_size": 4}
+    split = 32 * 32 * ((4096 + (4096 + 2048) / 4) + (4096 / 4 + 4096) + (4096 + 2 * 14336 / 4) + (14336 / 4 + 4096))
+    made = plan(LLAMA, OURS | ADAPTERS | layout)
+    assert train(made)["adapters"] == 2 * split
+    assert engine_weights(made) - engine_weights(plan(LLAMA, OURS | layout)) == pytest.approx(2 * split)
+
+
+def test_every_expert_has_adapters_of_its_own(plan):
+    of_experts = 48 * 128 * 32 * ((2048 + 2 * 768) + (768 + 2048))
+    of_attention = 48 * 32 * ((2048 + 4096 + 2 * 512) + (4096 + 2048))
+    spread = {TRAINER + "expert_model_parallel_size": 8}
+    assert train(plan(MIXTURE, OURS | ADAPTERS | spread))["adapters"] == 2 * (of_experts / 8 + of_attention)
+    some = ADAPTERS[TRAINER + "peft"] | {"target_modules": ["linear_qkv", "*.layers.0.*.linear_proj"]}
+    few = plan(MIXTURE, OURS | spread | {TRAINER + "peft": some})
+    assert train(few)["adapters"] == 2 * 32 * (48 * (2048 + 4096 + 2 * 512) + (4096 + 2048))
+
+
+def test_nemo_rls_own_trainer_has_the_base_in_bfloat16(plan):
+    bf16 = {TRAINER + "fp8_cfg": {"enabled": False}, "nemo_fp8rl.workers": "nemo_rl"}
+    parts = train(plan(LLAMA, ADAPTERS | bf16))
+    assert parts["frozen base"] == 2 * LLAMA_PARAMETERS
+    assert (parts["gradients"], parts["optimizer"]) == (2 * LLAMA_ADAPTERS, 16 * LLAMA_ADAPTERS / 8)
+    assert engine_weights(plan(LLAMA, ADAPTERS | bf16)) == engine_weights(plan(LLAMA, bf16))
+
+
+@pytest.mark.parametrize("size", QWEN)
+def test_qerls_models_have_the_published_sizes(plan, size):
+    """Blocks of 16x16 have fewer scales than those of 1x16, as theirs are.
+
+    Their NVFP4 checkpoint of 3B stores the tied head beside the embedding; their 62.3 GB of 32B are without the two.
+    """
+    one = {"cluster": {"num_nodes": 1, "gpus_per_node": 1}}
+
+    def gigabytes(changes) -> float:
+        return train(plan(QWEN[size], OURS | ADAPTERS | one | changes))["frozen base"] / 1e9
+
+    bf16, line, square = (gigabytes(c) for c in (BF16, A16 | {"nemo_fp8rl.weight_block": "line"}, A16))
+    copy_of_head = 2 * 151936 * 2048 / 1e9 if size == "3B" else 0
+    left_out = 2 * 2 * 152064 * 5120 / 1e9 if size == "32B" else 0
+    assert (bf16 - left_out, line + copy_of_head) == pytest.approx(PUBLISHED[size], rel=0.03)
+    linears = (bf16 - line) / (2 - 0.5625)
+    assert line - square == pytest.approx(linears * (1 / 16 - 1 / 256))
+    print(f"{size}: bfloat16 {bf16:.1f}, 1x16 {line:.1f}, 16x16 {square:.1f} GB")

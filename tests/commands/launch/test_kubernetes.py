@@ -138,7 +138,7 @@ def test_what_is_rendered_keeps_the_schema(changes, idle):
 @needs_checkout
 @needs_crds
 @pytest.mark.nemo_rl
-@pytest.mark.parametrize("recipe", sorted((RECIPES / "nemo_rl").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", sorted((RECIPES / "nemo_rl").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_for_nemo_rl_makes_a_sound_job_that_reads_the_same(recipe, tmp_path):
     from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 

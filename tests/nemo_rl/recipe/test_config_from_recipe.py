@@ -16,6 +16,7 @@ from nemo_fp8rl.nemo_rl.recipe.keys import IGNORED_VALUES, describe_ignored_valu
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train
 from tests.conftest import RECIPES
+from tests.nemo_rl.recipe.test_shipped_recipes import flow_of
 
 
 def master(tiny: Any, **changes: Any) -> dict[str, Any]:
@@ -279,7 +280,7 @@ def test_the_asynchronous_loop_takes_a_correction_of_ours(tiny):
 
 
 OURS = [
-    path for path in sorted((RECIPES / "nemo_rl").glob("*.yaml")) if not path.stem.startswith(("moonlight", "tiny"))
+    path for path in sorted((RECIPES / "nemo_rl").rglob("*.yaml")) if not path.stem.startswith(("moonlight", "tiny"))
 ]
 
 
@@ -292,7 +293,8 @@ def test_our_own_trainer_and_engine_take_our_recipes(real_checkout, tmp_path, pa
     values["policy"] |= {"model_name": str(tmp_path)}
     values["policy"]["tokenizer"]["name"] = str(tmp_path)
     cfg = convert_recipe(values)
-    assert cfg.nemo_fp8rl.flow == ("bf16" if "-bf16" in path.stem else "fp8_e2e")
+    assert cfg.nemo_fp8rl.flow == flow_of(path)
+    assert cfg.policy.megatron_cfg.peft.enabled == ("-lora" in path.stem)
     assert cfg.policy.generation.colocated.enabled and cfg.policy.generation.vllm_cfg.sleep_level == 1
     assert cfg.policy.generation.vllm_cfg.kv_cache_memory_gib is None, "gpu_memory_utilization says it"
 

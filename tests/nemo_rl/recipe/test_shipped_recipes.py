@@ -14,7 +14,7 @@ from nemo_fp8rl.nemo_rl.recipe.precision import Precision
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from tests.nemo_rl.runs import environment, needs_checkout
 
-ALL = sorted((Path(__file__).parents[3] / "conf/nemo_rl").glob("*.yaml"))
+ALL = sorted((Path(__file__).parents[3] / "conf/nemo_rl").rglob("*.yaml"))
 SHIPPED = [path for path in ALL if path.stem != "tiny_cpu"]
 """The recipes for GPUs."""
 
@@ -22,6 +22,11 @@ KEYS = "fp8|precision|deep_gemm|pow2|kv_cache_dtype|FP32_SCALES|is_mx|fp4_param|
 OF_FORMATS = re.compile(rf"\s*\w*({KEYS})\w*: *[^#\s]", re.IGNORECASE)
 FLOW = re.compile(r"-((?:mxfp8|nvfp4-a16|nvfp4|fp8)-e2e)")
 """The flow in the name of a recipe; without one it is in bfloat16."""
+
+
+def flow_of(path: Path) -> str:
+    found = FLOW.search(path.stem)
+    return found[1].replace("-", "_") if found else "bf16"
 
 
 def test_every_key_of_a_format_in_our_recipes_has_a_comment():
@@ -43,9 +48,9 @@ def test_a_recipe_has_only_keys_that_differ_from_its_parent(real_checkout, path)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_our_recipes_load(real_checkout, path):
     recipe = load_recipe(path)
-    flow, loss_fn = FLOW.search(path.stem), recipe.values["loss_fn"]
+    loss_fn = recipe.values["loss_fn"]
     block = "square" if "nvfp4-e2e" in path.stem else None
-    expected = Precision(flow[1].replace("-", "_") if flow else "bf16", "pow2", "kv" in path.stem, weight_block=block)
+    expected = Precision(flow_of(path), "pow2", "kv" in path.stem, weight_block=block)
     assert recipe.precision == expected
     assert recipe.fp8rl.format.weight_block == {"mxfp8": (32, 32), "fp8": (128, 128)}.get(
         recipe.fp8rl.format.name, (16, 16)

@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8rl.policy.layers import logprobs
-from nemo_fp8rl.policy.layers.logprobs import token_logprobs
-from nemo_fp8rl.policy.layers.top_k_top_p import TokenFilter, filter_logits
+from nemo_fp8rl.policy.layers.logprobs import TokenFilter, filter_logits, token_logprobs
 
 N, H, V = 75, 24, 101
 

@@ -236,6 +236,17 @@ def test_too_few_ranks_for_the_experts_are_refused(recipe):
     check_layout(DENSE, cfg)
 
 
+def test_adapters_of_experts_that_ranks_share_are_refused(recipe):
+    sizes = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=32")
+    tensor = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true")
+    keys = (*sizes, *tensor, "nemo_fp8rl.flow=bf16", "policy.megatron_cfg.peft.enabled=true")
+    with pytest.raises(UserError, match=r"expert_tensor_parallel_size=2 splits experts, .* set it to 1"):
+        check_layout(MOE, recipe(*keys))
+    check_layout(MOE, recipe(*keys, "policy.megatron_cfg.expert_tensor_parallel_size=1"))
+    check_layout(MOE, recipe(*keys, "policy.megatron_cfg.peft.target_modules=[linear_qkv]"))
+    check_layout(DENSE, recipe(*keys))
+
+
 def test_a_batch_is_divided_among_replicas_not_among_ranks(recipe):
     sizes = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=4")
     tensor = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2")

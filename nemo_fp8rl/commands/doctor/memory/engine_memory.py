@@ -4,6 +4,7 @@ Cache: what the kinds of layers keep of a token (keys and values, or the latent)
 recurrence, or a window of keys and values): `models/layer_kinds.py`.
 """
 
+from nemo_fp8rl.commands.doctor.memory.adapter_memory import engine_adapters
 from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, GIB, engine_width
 from nemo_fp8rl.commands.doctor.models.layer_kinds import LAYER_KINDS
 from nemo_fp8rl.commands.doctor.models.sizes import Weight
@@ -14,12 +15,12 @@ WORKSPACE = 2 * GIB
 
 
 def engine_weights(plan: Plan) -> float:
-    """Return the bytes of weights on the fullest GPU of an engine: quantized with scales, or bfloat16."""
+    """Return the bytes of weights on the fullest GPU of an engine: quantized with scales, or bfloat16, and adapters."""
     shape = plan.shape
     layers = -(-shape.layers // plan.engine_pipeline)
     each = sum(_engine_bytes(plan, weight) for i in range(shape.layers) for weight in shape.layer(i)) / shape.layers
     embedding_and_head = sum(_engine_bytes(plan, weight) for weight in (shape.embedding(), *shape.head()))
-    return each * layers + embedding_and_head
+    return each * layers + embedding_and_head + engine_adapters(plan)
 
 
 def _engine_bytes(plan: Plan, weight: Weight) -> float:

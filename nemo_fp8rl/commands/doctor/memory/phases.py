@@ -65,7 +65,7 @@ def memory_of(plan: Plan, gpu: Gpu) -> Memory:
         return Memory([fullest, Phase("generate", generate)], kv, tokens, state)
     beside = {"engine weights": engine, "buckets": 2 * plan.values["nemo_fp8rl"]["refit"]["bucket_bytes"]}
     resident = [resident_bytes(plan, stage) for stage in stages]
-    refit = ({"parameters": refit_bytes(plan, i)} | beside | resident[i] for i in stages)
+    refit = (refit_bytes(plan, i) | beside | resident[i] for i in stages)
     phases = [fullest, _fullest("refit", refit), _fullest("generate", (generate | parts for parts in resident))]
     return Memory(phases, kv, tokens, state)
 

@@ -20,8 +20,12 @@ Sources:
 - The package's workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer.py`),
   recompute whole layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and keep
   the bytes that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
+- With low-rank adapters only these have gradients and an optimizer's state: 14 bytes a parameter between steps, 18 in
+  one. The package's trainer has the frozen base once, in its format (`QuantizedMatmul.freeze`), which is its reference
+  policy as well, and which stays on the GPU while engines use it (`policy/offload.py`).
 """
 
+from nemo_fp8rl.commands.doctor.memory.adapter_memory import adapter_parameters
 from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, sent_width
 from nemo_fp8rl.commands.doctor.models.layer_kinds import LAYER_KINDS, expert_kept
 from nemo_fp8rl.commands.doctor.models.sizes import Weight
@@ -30,6 +34,7 @@ from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.fp8 import FP8
 
 FP8_WEIGHTS, OPTIMIZER, DELTA_BASE = "quantized weights", "optimizer", "kept for deltas"
+FROZEN, ADAPTERS = "frozen base", "adapters"
 
 
 def stage_parameters(plan: Plan, stage: int) -> tuple[float, float]:
@@ -55,12 +60,10 @@ def _on_rank(plan: Plan, weight: Weight) -> float:
 
 def training_bytes(plan: Plan, stage: int) -> dict[str, float]:
     """Return the bytes on a GPU of a pipeline stage, by name."""
-    parameters, fp8 = weight_bytes(plan, stage)
     parts = {
-        "parameters": parameters,
-        "gradients": _gradient_width(plan) * sum(stage_parameters(plan, stage)),
+        **parameter_bytes(plan, stage),
+        "gradients": _gradient_width(plan) * sum(_trained_parameters(plan, stage)),
         OPTIMIZER: (_state_width(plan) + _gradient_copy_width(plan)) * _shared_parameters(plan, stage),
-        FP8_WEIGHTS: fp8 or quantized_bytes(plan, stage),
         "activations": activations(plan, stage),
         "logits": logits(plan) if stage == plan.pipeline - 1 else 0.0,
         DELTA_BASE: delta_base_bytes(plan, stage),
@@ -76,6 +79,7 @@ def resident_bytes(plan: Plan, stage: int) -> dict[str, float]:
         or (plan.megatron.get("fp8_cfg") or {}).get("force_clear_fp8_caches")
     )
     parts = {
+        FROZEN: frozen_bytes(plan, stage) if plan.uses_package_workers else 0.0,
         FP8_WEIGHTS: 0.0 if cleared else quantized_bytes(plan, stage),
         OPTIMIZER: _state_width(plan) * _shared_parameters(plan, stage) if _offloaded_fraction(plan) else 0.0,
         DELTA_BASE: delta_base_bytes(plan, stage),
@@ -83,8 +87,30 @@ def resident_bytes(plan: Plan, stage: int) -> dict[str, float]:
     return {name: size for name, size in parts.items() if size}
 
 
+def parameter_bytes(plan: Plan, stage: int) -> dict[str, float]:
+    """Return the bytes of weights in a training step, by name: parameters and FP8 weights, or base and adapters."""
+    if not plan.peft.enabled:
+        parameters, fp8 = weight_bytes(plan, stage)
+        return {"parameters": parameters, FP8_WEIGHTS: fp8 or quantized_bytes(plan, stage)}
+    adapters = BF16 * sum(adapter_parameters(plan, stage))
+    return {FROZEN: frozen_bytes(plan, stage), FP8_WEIGHTS: quantized_bytes(plan, stage), ADAPTERS: adapters}
+
+
+def frozen_bytes(plan: Plan, stage: int) -> float:
+    """Return the bytes of the base under adapters: in its format in the package's trainer, else in bfloat16."""
+    if not plan.peft.enabled:
+        return 0.0
+    values = sum(stage_parameters(plan, stage))
+    if not plan.uses_package_workers:
+        return BF16 * values
+    linears = sum(_on_rank(plan, weight) for weight in _stage_weights(plan, stage) if plan.is_fp8_in_trainer(weight))
+    return BF16 * (values - linears) + sent_width(plan.format) * linears
+
+
 def quantized_bytes(plan: Plan, stage: int) -> float:
     """Return the bytes of FP8 weights beside the parameters. The package's trainer quantizes again if it recomputes."""
+    if plan.peft.enabled and plan.uses_package_workers:
+        return 0.0
     layers = [plan.shape.layer(i) for i in plan.stages[stage]]
     sizes = [sum(_on_rank(plan, weight) for weight in layer if plan.is_fp8_in_trainer(weight)) for layer in layers]
     layer_by_layer = plan.uses_package_workers and plan.megatron.get("activation_checkpointing")
@@ -105,24 +131,36 @@ def weight_bytes(plan: Plan, stage: int) -> tuple[float, float]:
     return BF16 * (values - linears), _quantized_width(plan) * linears
 
 
-def refit_bytes(plan: Plan, stage: int) -> float:
-    """Return the bytes of weights during a refit; the package's trainer then frees the columns of FP8 weights."""
+def refit_bytes(plan: Plan, stage: int) -> dict[str, float]:
+    """Return the bytes of weights during a refit, by name.
+
+    The package's trainer then frees the columns of FP8 weights.
+    """
+    if plan.peft.enabled:
+        return {FROZEN: frozen_bytes(plan, stage), ADAPTERS: BF16 * sum(adapter_parameters(plan, stage))}
     parameters, fp8 = weight_bytes(plan, stage)
-    return parameters + (fp8 / 2 if plan.uses_package_workers else fp8)
+    return {"parameters": parameters + (fp8 / 2 if plan.uses_package_workers else fp8)}
 
 
 def delta_base_bytes(plan: Plan, stage: int) -> float:
-    """Return the bytes of the base of the next delta: at most all weights of the rank in the engine's form."""
+    """Return the bytes of the base of the next delta: at most what refits change, in the engine's form."""
     if not (plan.uses_package_workers and plan.takes_deltas):
         return 0.0
+    if plan.peft.enabled:
+        return BF16 * sum(adapter_parameters(plan, stage))
     weights = _stage_weights(plan, stage)
     sent = sent_width(plan.format)
     return sum((sent if plan.is_fp8_in_engine(w) else BF16) * _on_rank(plan, w) for w in weights)
 
 
+def _trained_parameters(plan: Plan, stage: int) -> tuple[float, float]:
+    """Return the trained parameters on a GPU of a pipeline stage: (dense part, experts)."""
+    return adapter_parameters(plan, stage) if plan.peft.enabled else stage_parameters(plan, stage)
+
+
 def _shared_parameters(plan: Plan, stage: int) -> float:
     """Return the parameters whose optimizer state a GPU of a pipeline stage has."""
-    dense, expert = stage_parameters(plan, stage)
+    dense, expert = _trained_parameters(plan, stage)
     if not plan.uses_package_workers and not plan.megatron["optimizer"].get("use_distributed_optimizer", True):
         return dense + expert
     return dense / (plan.data * plan.context) + expert / plan.expert_data

@@ -66,9 +66,11 @@ class MarlinMoEMethod(QuantizedMoEMethod):
         rows = _block_rows(tokens * k / experts)
         order = moe_align_block_size(topk_ids, rows, experts, layer.expert_map, ignore_invalid_experts=True)
         gate_up = self._by_experts(layer, "w13", x, k, order, rows, topk_weights)
+        gate_up = self.adapt(layer, "w13", gate_up, x, topk_ids)
         activated = x.new_empty((tokens * k, gate_up.size(1) // 2))
         apply_moe_activation(MoEActivation.SILU, activated, gate_up)
-        expert_out = self._by_experts(layer, "w2", activated, 1, order, rows, topk_weights).view(tokens, k, -1)
+        expert_out = self._by_experts(layer, "w2", activated, 1, order, rows, topk_weights)
+        expert_out = self.adapt(layer, "w2", expert_out, activated, topk_ids).view(tokens, k, -1)
         return moe_fused_mul_sum(expert_out, topk_weights, topk_ids=topk_ids, expert_map=layer.expert_map)
 
     def _by_experts(

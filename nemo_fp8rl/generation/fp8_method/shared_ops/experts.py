@@ -10,14 +10,16 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from nemo_fp8rl.fp8 import quantize_blockwise
 from nemo_fp8rl.generation.fp8_method.gpu_experts import NativeFp8MoEMethod
 from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import is_aligned_engine
-from nemo_fp8rl.generation.fp8_method.stored_weights import PlainMoEMethod
+from nemo_fp8rl.generation.fp8_method.stored_weights import MoEMethod, PlainMoEMethod
 from nemo_fp8rl.ops.activation import silu_mul
 from nemo_fp8rl.ops.experts import choose_experts, combine, experts_linear, tiles_of_experts
 
 KERNEL_NAME = "nemo_fp8rl.ops.experts (Triton)"
 
 
-def _multiply(layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, scales: Any, pow2: bool) -> Tensor:
+def _multiply(
+    method: MoEMethod, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, scales: Any, pow2: bool
+) -> Tensor:
     """Return the sum over the experts of all ranks, [tokens, H], in their order.
 
     With expert parallelism every rank has all tokens, and zeros for the outputs of other ranks' experts. So the sum of
@@ -26,7 +28,9 @@ def _multiply(layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, sca
     """
     tiles = tiles_of_experts(topk_ids, layer.global_num_experts, layer.expert_map)
     gate_up = experts_linear(x, layer.w13_weight, scales[0], tiles, topk_ids.size(1), pow2)
-    y = experts_linear(silu_mul(gate_up), layer.w2_weight, scales[1], tiles, 1, pow2)
+    activated = silu_mul(method.adapt(layer, "w13", gate_up, x, topk_ids))
+    y = experts_linear(activated, layer.w2_weight, scales[1], tiles, 1, pow2)
+    y = method.adapt(layer, "w2", y, activated, topk_ids)
     if layer.expert_map is not None:
         y = tensor_model_parallel_all_reduce(y)
     return combine(y, topk_weights, topk_ids)
@@ -44,14 +48,14 @@ class SharedFp8MoEMethod(NativeFp8MoEMethod):
 
     def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         scales = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
-        return _multiply(layer, x, topk_weights, topk_ids, scales, self.scale_format == "pow2")
+        return _multiply(self, layer, x, topk_weights, topk_ids, scales, self.scale_format == "pow2")
 
 
 class SharedMoEMethod(PlainMoEMethod):
     kernel_name = KERNEL_NAME
 
     def multiply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        return _multiply(layer, x, topk_weights, topk_ids, (None, None), True)
+        return _multiply(self, layer, x, topk_weights, topk_ids, (None, None), True)
 
 
 class SharedMoERunner(MoERunner):

@@ -35,10 +35,17 @@ class SharedValues:
         if self.scale_format is not None:
             stored = quantize_blockwise(weight, block=BLOCK, scale_format=self.scale_format)
             weight, scales = stored.data, stored.scale_inv
-        counts = torch.tensor(m_splits, device=x.device)
-        expert = torch.arange(self.num_gemms, device=x.device).repeat_interleave(counts, output_size=len(x))
-        tiles = tiles_of_experts(expert.unsqueeze(1), self.num_gemms)
-        return experts_linear(x, weight, scales, tiles, 1, self.scale_format == "pow2")
+        return multiply_experts(x, weight, scales, m_splits, self.scale_format == "pow2")
+
+
+def multiply_experts(x: Tensor, weight: Tensor, scales: Tensor | None, m_splits: Sequence[int], pow2: bool) -> Tensor:
+    """Return x [tokens, K] times its experts' weights [E, N, K], [tokens, N]; see `experts_linear`.
+
+    m_splits:  the rows of each expert
+    """
+    counts = torch.tensor(m_splits, device=x.device)
+    expert = torch.arange(len(weight), device=x.device).repeat_interleave(counts, output_size=len(x))
+    return experts_linear(x, weight, scales, tiles_of_experts(expert.unsqueeze(1), len(weight)), 1, pow2)
 
 
 class ValueOf(torch.autograd.Function):

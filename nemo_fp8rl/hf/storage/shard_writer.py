@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.hf.safetensors_file import write_safetensors
+from nemo_fp8rl.hf.storage.safetensors_file import write_safetensors
 
 FILE_BYTES = 1 << 30
 """Most bytes of a file, unless a single tensor is larger, and so of the tensors that wait in memory."""

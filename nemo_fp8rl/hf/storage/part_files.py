@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import Region, overlap, region_at, region_slices, shape_of
-from nemo_fp8rl.hf.safetensors_file import write_safetensors
+from nemo_fp8rl.hf.storage.safetensors_file import write_safetensors
 
 FILE_BYTES = 4 << 30
 """Bytes that wait in host memory before a file is written."""

@@ -1,0 +1,1 @@
+"""Safetensors files on disk: written whole, in shards, or in parts by several ranks."""
