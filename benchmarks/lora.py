@@ -26,6 +26,7 @@ from nemo_fp8rl.commands.compare.statistics import interval
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
+from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer import optimizer_parts
 from nemo_fp8rl.policy.weights.optimizer_state import MOMENTS, state_slices
@@ -56,7 +57,7 @@ def count_bytes(folder: Path, *keys: str) -> dict[str, float]:
             for part in optimizer_parts(worker.optimizer):
                 part._init_optimizer_states_with_dummy_values()  # Adam has no moments before its first step
         parameters = list(worker.model.parameters())
-        bases = [layer.base for layer in worker.rank_weights.quantized_layers.values() if layer.base is not None]
+        bases = [m.base for m in worker.model.modules() if isinstance(m, QuantizedMatmul) and m.base is not None]
         parts = [part for base in bases for part in (base.data, base.scale_inv, base.global_scale) if part is not None]
         parts += [parameter for parameter in parameters if not parameter.requires_grad]
         frozen = sum(prod(base.shape) for base in bases)
