@@ -103,7 +103,8 @@ def explained_by(cfg: Config, experts: bool, aligned: bool, asynchronous: bool =
         fp8_cache=cfg.fp8_kv_cache,
         experts=experts,
         temperature=cfg.policy.generation.temperature,
-        asynchronous=asynchronous,
+        # noise in the engine alone is a difference of weights, as their age is
+        asynchronous=asynchronous or (choice.noise.enabled and choice.noise.where == "engine"),
     )
 
 

@@ -245,6 +245,32 @@ def test_training_in_fp4_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers
 
 
 @pytest.mark.long
+def test_a_run_with_noise_on_both_sides_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers(
+    warm_overrides, tmp_path
+):
+    noise = ("enabled=true", "where=both", "stages=3")
+    keys = (*warm_overrides, *(f"nemo_fp8rl.noise.{key}" for key in noise))
+    short = ("grpo.max_num_steps=4", "grpo.val_period=2")
+    assert main(arguments(keys, tmp_path / "whole", *short)) == 0
+    with subprocess.Popen(command(keys, tmp_path / "run", *short), stdout=subprocess.DEVNULL) as process:
+        wait_for_step(process, tmp_path / "run", 3)
+        process.kill()
+    assert main(arguments(keys, tmp_path / "run", *short, "--resume")) == 0
+    assert results(tmp_path / "run") == results(tmp_path / "whole")
+    rows = read(tmp_path / "whole")[1:]
+    assert all(row["train/token_mult_prob_error"] < ALIGNED for row in rows)
+    assert [row["noise/sigma"] for row in rows] == pytest.approx([0, 0, 1e-2, 5e-4])
+
+
+@pytest.mark.long
+def test_the_mismatch_shows_noise_that_only_the_engine_has(warm_overrides, tmp_path):
+    keys = ("nemo_fp8rl.noise.enabled=true", "nemo_fp8rl.noise.stages=3", "grpo.max_num_steps=3")
+    assert main(arguments(warm_overrides, tmp_path / "run", "grpo.val_period=0", *keys)) == 0
+    first, noisy, _ = read(tmp_path / "run")[1:]
+    assert first["train/token_mult_prob_error"] < ALIGNED < noisy["train/token_mult_prob_error"]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("flow", ["mxfp8_e2e", "nvfp4_e2e", "nvfp4_a16_e2e"])
 def test_two_ranks_that_share_each_matrix_train_an_engine_of_one(warm_overrides, tmp_path, flow):
     """Each rank quantizes its part of a matrix, and the engine has the bytes of the whole."""

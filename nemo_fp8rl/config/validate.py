@@ -38,6 +38,7 @@ def check(cfg: Config) -> None:
         )
     _check_number_format(cfg)
     _check_quantized_training(cfg)
+    _check_noise(cfg)
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:
@@ -118,6 +119,22 @@ def _check_quantized_training(cfg: Config) -> None:
         raise UserError(
             f"{clamp}: ranks take the quantiles of their part of a token, so {trainer}={lookup(cfg, trainer)} and "
             f"{engine}={lookup(cfg, engine)} must be equal; set clamp_quantile to null, or both to one size"
+        )
+
+
+def _check_noise(cfg: Config) -> None:
+    noise = cfg.nemo_fp8rl.noise
+    if not noise.enabled:
+        return
+    if noise.sigma_end > noise.sigma_start:
+        raise UserError(
+            f"nemo_fp8rl.noise.sigma_end={noise.sigma_end} must not be above nemo_fp8rl.noise.sigma_start="
+            f"{noise.sigma_start}: the noise falls from stage to stage"
+        )
+    if noise.where == "both" and cfg.grpo.async_grpo.enabled:
+        raise UserError(
+            "nemo_fp8rl.noise.where=both with grpo.async_grpo.enabled=true: a batch has answers of several versions, "
+            "and the trainer computes with the noise of one; set where=engine, or async_grpo.enabled=false"
         )
 
 

@@ -21,6 +21,7 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, DivergenceError, Loss, PolicyDescription
 from nemo_fp8rl.policy.weights.layout import check_layout
+from nemo_fp8rl.policy.weights.norm_noise import NormNoise
 from nemo_fp8rl.policy.worker import MegatronWorker, RankInfo
 from nemo_fp8rl.refit.interface import Addresses, Transport
 from nemo_fp8rl.refit.manifest import Sources
@@ -58,6 +59,7 @@ class MegatronPolicy:
         self.ranks = start_workers(MegatronWorker, "train", cfg.cluster.train_ranks, cfg)
         self.steps_taken, self.timeout, self.weights_lock = 0, cfg.cluster.engine_timeout_seconds, RLock()
         self.has_offload = cfg.policy.megatron_cfg.offload_between_phases
+        self.has_noise = NormNoise.of(cfg).is_in_trainer
         # without these two every row costs as much as the longest one, on whatever rank it is
         self.has_balanced_shards = cfg.policy.sequence_packing.enabled or cfg.policy.dynamic_batching.enabled
         self.replicas, count = cfg.data_parallel_size, self.ranks.count
@@ -167,6 +169,8 @@ class MegatronPolicy:
         self._call_senders("withdraw", engine)
 
     def start_push(self, version: int, engines: Collection[int], full_only: frozenset[str], **how: bool) -> None:
+        if self.has_noise:
+            self._call_ranks("take_noise", dict.fromkeys(range(self.ranks.count), (version,)))
         self._call_senders("start_push", version, tuple(engines), full_only, how)
 
     def finish_push(self) -> list[SendReport]:

@@ -55,6 +55,7 @@ from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
 from nemo_fp8rl.policy.weights.fp8_params import is_fp8
 from nemo_fp8rl.policy.weights.global_scales import FOLDER as GLOBAL_SCALES
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
+from nemo_fp8rl.policy.weights.norm_noise import NormNoise
 from nemo_fp8rl.policy.weights.optimizer_state import count_adam_steps, load_optimizer, save_optimizer
 from nemo_fp8rl.policy.weights.rank_weights import RankWeights
 from nemo_fp8rl.refit.interface import Transport
@@ -135,6 +136,7 @@ class MegatronWorker:
         self.scheduler = build_scheduler(cfg.policy, self.optimizer)
         self.offload = Offload(self.ddp, self.optimizer, on_gpu)
         self.rank_weights = RankWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])
+        self.noise = NormNoise.of(cfg)
         layout = self.layout
         token_parts = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1
         token_multiple = token_parts * FP8_TOKENS if on_gpu and token_parts > 1 else token_parts
@@ -166,7 +168,7 @@ class MegatronWorker:
         with self.kv_cache.without_rounding() if self.kv_cache is not None else nullcontext():
             try:
                 torch._foreach_copy_(present, self.reference)  # in place, because they are views of Megatron's buffers
-                return self.logprobs(tokens, filter_tokens=False)
+                return self._clean_logprobs(tokens, filter_tokens=False)
             finally:
                 torch._foreach_copy_(present, backup)
 
@@ -174,7 +176,7 @@ class MegatronWorker:
         adapters.is_enabled = False
         with self.kv_cache.without_rounding() if self.kv_cache is not None else nullcontext():
             try:
-                return self.logprobs(tokens, filter_tokens=False)
+                return self._clean_logprobs(tokens, filter_tokens=False)
             finally:
                 adapters.is_enabled = True
 
@@ -184,6 +186,12 @@ class MegatronWorker:
         A stage before the last one returns zeros.
         filter_tokens:  True takes the softmax only over the tokens that policy.generation's top_k and top_p select
         """
+        self.offload.restore_parameters()
+        with self.noise.applied(self.rank_weights.norms):
+            return self._clean_logprobs(batch, filter_tokens)
+
+    def _clean_logprobs(self, batch: SequenceBatch, filter_tokens: bool = True) -> Tensor:
+        """Return `logprobs` of the parameters as they are, without noise."""
         out = torch.zeros(batch.input_ids.shape)
         self.offload.restore_parameters()
 
@@ -218,7 +226,8 @@ class MegatronWorker:
             self.ddp.restore_grad_buffers()
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            with self._dropout():
+            # the gradients are those of the weights without noise
+            with self._dropout(), self.noise.applied(self.rank_weights.norms):
                 metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
             finalize_model_grads([self.ddp])
             check_finite(metrics, self.ddp)
@@ -303,7 +312,7 @@ class MegatronWorker:
         assert self.kv_cache is not None
         self.kv_cache.begin_calibration()
         try:
-            self.logprobs(batch)
+            self._clean_logprobs(batch)
             self.kv_cache.end_calibration()
         except CalibrationError as error:
             raise UserError(f"the FP8 KV cache cannot be calibrated: {error}; look into the model's weights") from None
@@ -320,7 +329,7 @@ class MegatronWorker:
                 choice.format if layers.quantizes(name) else part.dtype,
                 shapes[name],
                 self.layout.region(name, shapes[name]),
-                is_frozen=bool(adapters) and not is_adapter(name),
+                is_frozen=bool(adapters) and not is_adapter(name) and not self.noise.concerns(name),
             )
             for name, part in self.weights().for_refit()
         ]
@@ -347,6 +356,10 @@ class MegatronWorker:
     def base_version(self) -> int:
         return self.refit.base_version
 
+    def take_noise(self, version: int) -> None:
+        """Compute with the noise of this version from now on."""
+        self.noise.version = version
+
     def start_push(
         self, version: int, engines: Collection[int], full_only: frozenset[str], how: dict[str, bool]
     ) -> None:
@@ -363,8 +376,8 @@ class MegatronWorker:
             kv_scales = self.kv_cache.scales.named_tensors()
         # parameters may be offloaded when an engine is brought up to date while other engines generate
         self.has_borrowed_parameters = "parameters" in self.offload.offloaded_bytes
-        weights, encodes = chain(self.weights().for_refit(), kv_scales), self.global_scales.encodes()
-        self.refit.start(weights, version, engines, full_only=full_only, encodes=encodes, **how)
+        weights, encodes = self.noise.add_to_parts(self.weights().for_refit(), version), self.global_scales.encodes()
+        self.refit.start(chain(weights, kv_scales), version, engines, full_only=full_only, encodes=encodes, **how)
 
     def finish_push(self) -> SendReport:
         try:

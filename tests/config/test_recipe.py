@@ -509,6 +509,14 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["nemo_fp8rl.fp4.clamp_quantile=0.99", "policy.megatron_cfg.tensor_model_parallel_size=1", "one size"],
         ),
         (["nemo_fp8rl.fp4.clamp_quantile=0.3"], ["nemo_fp8rl.fp4.clamp_quantile=0.3"]),
+        (
+            ["nemo_fp8rl.noise.enabled=true", "nemo_fp8rl.noise.sigma_end=0.1"],
+            ["nemo_fp8rl.noise.sigma_end=0.1", "nemo_fp8rl.noise.sigma_start=0.01"],
+        ),
+        (
+            ["nemo_fp8rl.noise.enabled=true", "nemo_fp8rl.noise.where=both", "grpo.async_grpo.enabled=true"],
+            ["nemo_fp8rl.noise.where=both", "grpo.async_grpo.enabled", "set where=engine"],
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_named(refusal, overrides, keys):

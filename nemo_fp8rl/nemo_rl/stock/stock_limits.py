@@ -32,6 +32,11 @@ def check_stock(values: Mapping[str, Any], survives_refit: bool) -> None:
     survives_refit: as `Checkout.engines_survive_fp8_refit`
     """
     policy = values["policy"]
+    if at(values, "nemo_fp8rl.noise.enabled", False):
+        raise UserError(
+            "nemo_fp8rl.noise.enabled=true: NeMo RL's own trainer sends its weights as they are: set "
+            "nemo_fp8rl.workers=ours"
+        )
     if refusal := why_correction_unsupported(values) or why_policy_unsupported(policy, survives_refit):
         raise UserError(refusal)
     megatron = at(values, "policy.megatron_cfg.enabled", False)  # a recipe for the other trainer keeps the block

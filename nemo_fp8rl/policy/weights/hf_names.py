@@ -27,6 +27,7 @@ LAYER_TENSORS = {  # Megatron suffix -> HF suffix, for tensors that are equal
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
 }
+LAYER_NORMS = "input_layernorm.weight", "pre_mlp_layernorm.weight"
 ROUTER = {"mlp.router.weight": "mlp.gate.weight"}
 QK_NORMS = {f"self_attention.{x}_layernorm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
 
@@ -126,6 +127,12 @@ def layer_prefixes(layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield (Megatron's prefix, HF's prefix) for every layer of the rank."""
     for local, i in enumerate(layout.layers):
         yield f"decoder.layers.{local}.", f"model.layers.{i}."
+
+
+def layer_norms(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield (Megatron's name, HF's name) for the norms before attention and MLP of every layer of the rank."""
+    for megatron, layer in layer_prefixes(layout):
+        yield from ((megatron + norm, layer + LAYER_TENSORS[norm]) for norm in LAYER_NORMS)
 
 
 def mlp_names(layout: Layout, megatron: str, layer: str) -> Iterator[tuple[str, str]]:

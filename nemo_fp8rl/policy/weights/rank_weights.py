@@ -17,7 +17,7 @@ from nemo_fp8rl.algorithms.quantization_error import (
 from nemo_fp8rl.fp8 import BlockScaled, Format, Fp8Layers, ScaleFormat
 from nemo_fp8rl.policy.weights.adapter_names import adapter_views
 from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, refit_views, storage_tensors
-from nemo_fp8rl.policy.weights.hf_names import to_hf
+from nemo_fp8rl.policy.weights.hf_names import layer_norms, to_hf
 from nemo_fp8rl.policy.weights.layout import Layout
 from nemo_fp8rl.policy.weights.optimizer_state import StateSlice, make_master_gatherer, state_slices
 
@@ -41,6 +41,10 @@ class RankWeights:
         base = refit_views(self.layout, self.parameters, self._quantized())
         adapters = adapter_views(self.layout, lambda name: self.parameters[name].detach())
         return ((name, part) for name, part in chain(base, adapters) if self.layout.may_send(name))
+
+    def norms(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, parameter) of the norms before attention and MLP, to be written in place."""
+        return ((name, self.parameters[megatron].detach()) for megatron, name in layer_norms(self.layout))
 
     def _quantized(self) -> dict[str, BlockScaled]:
         """Return the weights that exist only in a quantized format, by Megatron's name."""
