@@ -127,10 +127,8 @@ class MegatronWorker:
         self.scheduler = build_scheduler(cfg.policy, self.optimizer)
         self.offload = Offload(self.ddp, self.optimizer, on_gpu)
         self.rank_weights = RankWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])
-        self.checkpoint = RankCheckpoint(
-            cfg, rank, self.rank_weights, self.scheduler, self.global_scales, self.kv_cache
-        )
-        self.noise = NormNoise.of(cfg)
+        of_rank = self.rank_weights, self.scheduler, self.global_scales, self.kv_cache
+        self.checkpoint, self.noise = RankCheckpoint(cfg, rank, *of_rank), NormNoise.of(cfg)
         layout = self.layout
         token_parts = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1
         token_multiple = token_parts * FP8_TOKENS if on_gpu and token_parts > 1 else token_parts
