@@ -68,7 +68,7 @@ def measure(folder: Path, flow: str, steps: int, seeds: int) -> dict[str, Any]:
         "worst_step": max(row["train/token_mult_prob_error"] for row in rows),
         "exact_logprob_fraction": fmean(row["train/exact_logprob_fraction"] for row in rows),
         "accuracy": fmean(accuracies),
-        "accuracy_interval": [spread.low, spread.high] if spread else None,
+        "accuracy_interval": [spread.low, spread.high] if seeds > 1 and spread else None,
     }
 
 

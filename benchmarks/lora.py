@@ -95,7 +95,7 @@ def measure(folder: Path, flow: str, kind: str, steps: int, seeds: int) -> dict[
         "flow": flow,
         "kind": kind,
         "accuracy": fmean(accuracies),
-        "accuracy_interval": [spread.low, spread.high] if spread else None,
+        "accuracy_interval": [spread.low, spread.high] if seeds > 1 and spread else None,
         "first_refit_over_bf16": fmean(first) / bf16_bytes,
         "later_refits_over_bf16": fmean(later) / bf16_bytes,
         "token_mult_prob_error": fmean(errors),
