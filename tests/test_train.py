@@ -14,12 +14,13 @@ import pytest
 
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.commands.report.page import report
+from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.errors import BAD_INPUT
 from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.train import train
-from tests.conftest import ALIGNED, BATCH_INVARIANT, RECIPES
+from tests.conftest import ALIGNED, BATCH_INVARIANT, RECIPES, SMALL
 
 LONGER = ("grpo.max_num_steps=6", "checkpointing.save_period=2", "grpo.val_period=2")
 NEMO_RL_METRICS = {
@@ -191,10 +192,10 @@ def test_a_pod_that_is_told_to_end_waits_until_the_run_has_saved(uninterrupted, 
 
 KILLED_IN_THE_SECOND_SAVE = """
 import os, signal, sys
-from nemo_fp8rl.cli import main
-from nemo_fp8rl.policy import worker
+from nemo_fp8rl.policy.weights import rank_checkpoint
+from nemo_fp8rl.policy.weights import rank_checkpoint
 
-save, saves = worker.save_optimizer, []
+save, saves = rank_checkpoint.save_optimizer, []
 
 def killed(*arguments):
     saves.append(arguments)
@@ -202,7 +203,7 @@ def killed(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return save(*arguments)
 
-worker.save_optimizer = killed
+rank_checkpoint.save_optimizer = killed
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -244,12 +245,17 @@ def test_training_in_fp4_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers
     assert record["backward"] == f"{parts}, activations clamped at quantile 0.97"
 
 
-@pytest.mark.long
+ADAPTERS = ("policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.lora_B_init_method=kaiming")
+
+
+@pytest.mark.parametrize(
+    "trained", [pytest.param((), marks=pytest.mark.long), (*ADAPTERS, "nemo_fp8rl.flow=nvfp4_a16_e2e")]
+)
 def test_a_run_with_noise_on_both_sides_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers(
-    warm_overrides, tmp_path
+    warm_overrides, tmp_path, trained
 ):
     noise = ("enabled=true", "where=both", "stages=3")
-    keys = (*warm_overrides, *(f"nemo_fp8rl.noise.{key}" for key in noise))
+    keys = (*warm_overrides, *trained, *(f"nemo_fp8rl.noise.{key}" for key in noise))
     short = ("grpo.max_num_steps=4", "grpo.val_period=2")
     assert main(arguments(keys, tmp_path / "whole", *short)) == 0
     with subprocess.Popen(command(keys, tmp_path / "run", *short), stdout=subprocess.DEVNULL) as process:
@@ -276,6 +282,21 @@ def test_two_ranks_that_share_each_matrix_train_an_engine_of_one(warm_overrides,
     """Each rank quantizes its part of a matrix, and the engine has the bytes of the whole."""
     ranks = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
     keys = (*warm_overrides, *ranks, f"nemo_fp8rl.flow={flow}", "grpo.max_num_steps=2", "grpo.val_period=0")
+    assert train(load(RECIPES / "tiny_cpu.yaml", [*keys, f"logger.log_dir={tmp_path}/run"]))
+    assert all(row["train/token_mult_prob_error"] < ALIGNED for row in read(tmp_path / "run")[1:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flow", ["bf16", "fp8_e2e", "nvfp4_a16_e2e"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_two_ranks_train_adapters_of_an_engine_of_one(tmp_path, family, flow):
+    make_tiny(tmp_path / "tiny", "add", 0, family)
+    paths = (f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl")
+    ranks = ("cluster.backend=ray", "cluster.train_ranks=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+    if family == "qwen3_moe":
+        layout = ("sequence_parallel=true", "expert_tensor_parallel_size=1", "expert_model_parallel_size=2")
+        ranks += tuple(f"policy.megatron_cfg.{key}" for key in layout)
+    keys = (*SMALL, *paths, *ranks, *ADAPTERS, f"nemo_fp8rl.flow={flow}", "grpo.max_num_steps=2", "grpo.val_period=0")
     assert train(load(RECIPES / "tiny_cpu.yaml", [*keys, f"logger.log_dir={tmp_path}/run"]))
     assert all(row["train/token_mult_prob_error"] < ALIGNED for row in read(tmp_path / "run")[1:])
 
