@@ -192,7 +192,7 @@ def test_a_pod_that_is_told_to_end_waits_until_the_run_has_saved(uninterrupted, 
 
 KILLED_IN_THE_SECOND_SAVE = """
 import os, signal, sys
-from nemo_fp8rl.policy.weights import rank_checkpoint
+from nemo_fp8rl.cli import main
 from nemo_fp8rl.policy.weights import rank_checkpoint
 
 save, saves = rank_checkpoint.save_optimizer, []
