@@ -64,7 +64,7 @@ class NoiseConfig(Block):
     enabled: Annotated[bool, EarlierRuns(False)] = False
     """Add noise."""
     sigma_start: Annotated[float, ABOVE_0, EarlierRuns(1e-2)] = 1e-2
-    """Standard deviation in the first stage that has noise."""
+    """Standard deviation of the first stage with noise."""
     sigma_end: Annotated[float, ABOVE_0, EarlierRuns(5e-4)] = 5e-4
     """Standard deviation to which it falls, by equal factors."""
     stages: Annotated[int, Range(at_least=3), EarlierRuns(10)] = 10
