@@ -4,10 +4,9 @@ Calls into Megatron that name CUDA run inside `megatron_on_cpu`, so that an engi
 torch.
 """
 
-import shutil
 import socket
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
@@ -29,15 +27,13 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import FP8, FP8_TOKENS, KvScales, kernels
 from nemo_fp8rl.fp8.fp4_training.random_bits import GradientBits
 from nemo_fp8rl.fp8.kv_scales import CalibrationError
-from nemo_fp8rl.hf.adapter_folder import base_digest
 from nemo_fp8rl.hf.adapters import adapter_tensors, is_adapter, read_adapters
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
-from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.shared_operations import operation_shapes
 from nemo_fp8rl.ops.alignment import choose_alignment
-from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, Loss, PolicyDescription
+from nemo_fp8rl.policy.interface import Loss, PolicyDescription
 from nemo_fp8rl.policy.layer_specs import trainer_fingerprint
 from nemo_fp8rl.policy.layers.attention import CoreAttention
 from nemo_fp8rl.policy.layers.kv_cache import make_kv_cache
@@ -50,13 +46,11 @@ from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
 from nemo_fp8rl.policy.pipeline import Pipeline
 from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
-from nemo_fp8rl.policy.weights.adapters import check_kind, load_adapters, save_adapters
-from nemo_fp8rl.policy.weights.checkpoint import load_hf, save_hf
 from nemo_fp8rl.policy.weights.fp8_params import is_fp8
-from nemo_fp8rl.policy.weights.global_scales import FOLDER as GLOBAL_SCALES
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
 from nemo_fp8rl.policy.weights.norm_noise import NormNoise
-from nemo_fp8rl.policy.weights.optimizer_state import count_adam_steps, load_optimizer, save_optimizer
+from nemo_fp8rl.policy.weights.optimizer_state import count_adam_steps
+from nemo_fp8rl.policy.weights.rank_checkpoint import RankCheckpoint
 from nemo_fp8rl.policy.weights.rank_weights import RankWeights
 from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
@@ -104,11 +98,8 @@ class MegatronWorker:
         self.hf = read_hf_config(cfg.policy.model_name)
         if on_gpu:
             check_gpu_policy(cfg, self.hf)
-        tokenizer_folder = checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
-        self.source_folders = checkpoint_folder(cfg.policy.model_name), tokenizer_folder
         self.engine_fp8_layers = engine_fp8_layers(self.hf, cfg)
         adapters = read_adapters(self.hf, cfg.policy.megatron_cfg.peft)
-        self.base_digest = base_digest(checkpoint_folder(cfg.policy.model_name, weights=True)) if adapters else ""
         start_process_groups(rank, world_size, rendezvous, self.listener if rank == 0 else None)
         # Transformer Engine's layer of many experts knows blockwise FP8 and bfloat16
         grouped_experts = on_gpu and cfg.nemo_fp8rl.format is FP8
@@ -136,7 +127,8 @@ class MegatronWorker:
         self.scheduler = build_scheduler(cfg.policy, self.optimizer)
         self.offload = Offload(self.ddp, self.optimizer, on_gpu)
         self.rank_weights = RankWeights(self.layout, self.model, self.optimizer, DTYPES[cfg.policy.precision])
-        self.noise = NormNoise.of(cfg)
+        of_rank = self.rank_weights, self.scheduler, self.global_scales, self.kv_cache
+        self.checkpoint, self.noise = RankCheckpoint(cfg, rank, *of_rank), NormNoise.of(cfg)
         layout = self.layout
         token_parts = layout.tensor.size if cfg.policy.megatron_cfg.sequence_parallel else 1
         token_multiple = token_parts * FP8_TOKENS if on_gpu and token_parts > 1 else token_parts
@@ -144,9 +136,7 @@ class MegatronWorker:
         self.pipeline = Pipeline(
             cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, token_multiple, alignment
         )
-        if (
-            cfg.loss_fn.reference_policy_kl_penalty and not adapters
-        ):  # kept on the host, because it is read only once per step
+        if cfg.loss_fn.reference_policy_kl_penalty and not adapters:  # on the host: it is read only once per step
             self.reference = [copy_to_host(tensor) for tensor in self.rank_weights.storage_tensors()]
         is_first = layout.tensor.rank == layout.context.rank == 0
         return RankInfo(shard=layout.data.rank, is_reporter=layout.is_last_stage and is_first)
@@ -223,9 +213,11 @@ class MegatronWorker:
 
         with megatron_on_cpu():
             self.gradient_bits.start_step(self.optimizer_steps)
+            self.ddp.restore_grad_buffers()
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            with self.noise.applied(self.rank_weights.norms):  # the gradients are those of the weights without noise
+            # the gradients are those of the weights without noise
+            with self._dropout(), self.noise.applied(self.rank_weights.norms):
                 metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
             finalize_model_grads([self.ddp])
             check_finite(metrics, self.ddp)
@@ -234,10 +226,19 @@ class MegatronWorker:
             _, grad_norm, _ = self.optimizer.step()
             self.optimizer_steps += 1
             raises = 0 if self.layout.adapters else self.global_scales.update()  # a frozen base keeps its scales
+            if self.layout.adapters:  # between steps an adapter's parameter then has 14 bytes
+                self.ddp.offload_grad_buffers(empty_cache=False)
             if self.kv_cache is not None:
                 self.kv_cache.is_current = False
         metrics = {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
         return {**metrics, "global_scale_raises": float(raises)} if self.global_scales.matrices else metrics
+
+    def _dropout(self) -> AbstractContextManager[None]:
+        """Return a block in which adapters drop the values of this optimizer step and this rank."""
+        if self.model.adapters is None:
+            return nullcontext()
+        rank = self.layout.dropout_seed(self.cfg.policy.megatron_cfg.sequence_parallel)
+        return self.model.adapters.training(self.pipeline.device, self.cfg.grpo.seed, self.optimizer_steps, *rank)
 
     def weights(self) -> RankWeights:
         """Return the weights of this rank, on its device again after an offload; FP8 weights come without columns."""
@@ -382,57 +383,14 @@ class MegatronWorker:
         return self.weights().squares(*rule)
 
     def save(self, folder: str, optimizer: bool = True) -> None:
-        """Write an HF checkpoint, or the adapters, and the optimizer's state; all ranks call it together.
-
-        Earlier weights and optimizer state in the folder are removed first, because a killed save may have been that of
-        more ranks. Raises UserError on a full disk, and if a rank's node does not share the folder.
-        """
-        path = Path(folder)
-        errors: list[Exception | None] = []  # raised only at the end, because the other ranks wait for this one's part
-        try:
-            if self.rank == 0:
-                path.mkdir(parents=True, exist_ok=True)
-                for part in (path / "weights", path / "adapter", path / "optimizer", path / GLOBAL_SCALES):
-                    if part.exists():
-                        shutil.rmtree(part)
-                if self.kv_cache is not None:
-                    self.kv_cache.save(path)
-        except OSError as error:
-            errors.append(error)
-        dist.barrier()
-        if self.rank and not path.is_dir():
-            errors.append(UserError(f"rank {self.rank} does not see it: {SHARED_FOLDER_HINT}"))
-        try:
-            if not self.layout.adapters:  # a base has the scales that its weights had at the start
-                self.global_scales.save(path, self.rank)
-        except OSError as error:
-            errors.append(error)
-        weights = self.weights().for_checkpoint()
-        sources = self.layout, self.rank, *self.source_folders
-        if self.layout.adapters:
-            of_base = self.source_folders[1], self.cfg.policy.model_name, self.base_digest
-            errors.append(save_adapters(path / "adapter", weights, self.layout, self.rank, *of_base))
-        else:
-            errors.append(save_hf(path / "weights", weights, self.cfg.policy.precision, *sources))
-        if optimizer:
-            parts = self.layout, self.model, self.optimizer, self.scheduler
-            errors.append(save_optimizer(path / "optimizer", self.rank, *parts))
-        dist.barrier()  # after it no rank writes, so a caller may remove the files
-        if any(errors):
-            raise UserError(f"{folder}: {next(filter(None, errors))}") from None
+        """Write weights or adapters and the optimizer's state; all ranks call it together (`RankCheckpoint.save`)."""
+        self.offload.restore_parameters(columns=False)
+        self.checkpoint.save(Path(folder), optimizer)
 
     def load(self, folder: str) -> None:
         self.offload.restore_parameters()
-        check_kind(Path(folder), self.layout.adapters)
         with megatron_on_cpu():
-            if self.layout.adapters:
-                load_adapters(Path(folder) / "adapter", self.model, self.layout, self.base_digest)
-            else:
-                load_hf(Path(folder) / "weights", self.model, self.layout)
-                self.global_scales.load(Path(folder))
-            if self.kv_cache is not None:
-                self.kv_cache.load(Path(folder))
-            load_optimizer(Path(folder) / "optimizer", self.layout, self.model, self.optimizer, self.scheduler)
+            self.checkpoint.load(Path(folder))
             self.optimizer_steps = int(count_adam_steps(self.optimizer))
 
     def shutdown(self) -> None:

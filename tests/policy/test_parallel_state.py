@@ -346,7 +346,7 @@ def _bytes_read() -> int:
 
     CheckpointReader.get = count_bytes
     try:
-        load_hf(worker.source_folders[0], worker.model, worker.layout)
+        load_hf(worker.checkpoint.model, worker.model, worker.layout)
     finally:
         CheckpointReader.get = get
     return sum(sizes)

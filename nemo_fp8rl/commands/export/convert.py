@@ -59,7 +59,8 @@ def export(
     """Quantize a bfloat16 checkpoint into the new folder `output`; returns True.
 
     One file of tensors (`hf.storage.shard_writer.FILE_BYTES`) is in memory at a time. `output` appears complete or not
-    at all: the export writes to a folder next to it, which is removed after an error, or after a kill by the next export.
+    at all: the export writes to a folder next to it, which is removed after an error, or after a kill by the next
+    export.
 
     checkpoint:  an HF folder of a supported family, or the folder of a run's adapters
     merge:       True adds the adapters to the weights of their base, False copies them beside the base

@@ -13,7 +13,7 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from nemo_fp8rl.fp8.low_rank import Product, add_low_rank, expand_rank, partial_rank
-from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import keep_on_first_rank, sum_over_ranks
+from nemo_fp8rl.generation.fp8_method.on_cpu.rank_sums import keep_on_first_rank, sum_exactly, sum_over_ranks
 from nemo_fp8rl.hf.adapters import Adapters
 
 
@@ -63,6 +63,8 @@ class LowRankLinear:
             if layer.tp_size > UNORDERED_RANKS:
                 parts = tensor_model_parallel_all_gather(part.contiguous(), dim=0)
                 return sum_in_rank_order(parts.view(layer.tp_size, *part.shape))
+        if part.dtype is torch.float64:
+            return sum_exactly(part, layer.tp_size)
         return tensor_model_parallel_all_reduce(part)
 
 
@@ -104,7 +106,7 @@ class LoopAdapters(ExpertAdapters):
         if name == "w13" or layer.moe_config.moe_parallel_config.tp_size == 1:
             return add_low_rank(y, x, a, b, self.adapters.scale)
         # ranks share the columns of w2, and an adapter is added to the rounded sum
-        h = sum_over_ranks(partial_rank(x, a), x.dtype)
+        h = sum_exactly(partial_rank(x, a), layer.moe_config.moe_parallel_config.tp_size).to(x.dtype)
         whole = expand_rank(sum_over_ranks(y, x.dtype), h, b, self.adapters.scale)
         return keep_on_first_rank(whole).to(dtype)
 

@@ -6,8 +6,11 @@
 What ranks exchange for an adapter has r values a token. Every rank has the whole h = x A^T, so any rank r is possible.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from nemo_fp8rl.config.policy_schema import PeftConfig
-from nemo_fp8rl.fp8.low_rank import Product, partial_rank
+from nemo_fp8rl.fp8.low_rank import Product, partial_rank, reduce_rank
 from nemo_fp8rl.hf.adapters import LORA_A, LORA_B
 
 
@@ -45,6 +48,24 @@ class AdapterState:
     @classmethod
     def of(cls, peft: PeftConfig) -> "AdapterState":
         return cls(peft.dim, peft.alpha / peft.dim, peft.dropout, peft.dropout_position)
+
+    @contextmanager
+    def training(self, device: torch.device, *seed: int) -> Iterator[None]:
+        """Drop values within the block, by a generator that starts from these numbers; torch's own is left as it was.
+
+        Layers that are computed again drop the same values, because Megatron then restores the generator's state.
+        """
+        if not self.dropout:
+            yield
+            return
+        digest = hashlib.sha256(" ".join(map(str, ("dropout", *seed))).encode()).digest()
+        self.is_training = True
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                yield
+        finally:
+            self.is_training = False
 
     def drop(self, x: Tensor, position: Literal["pre", "post"]) -> Tensor:
         is_due = self.is_training and self.dropout and position == self.dropout_position
@@ -116,7 +137,7 @@ class LowRankColumn(LowRank):
     split = LORA_B
 
     def _reduce(self, x: Tensor) -> Tensor:
-        h = self.product(x, self.lora_A)
+        h = reduce_rank(x, self.lora_A, self.product)
         if not self.shares_tokens:
             return h
         if self.config.sequence_parallel:
@@ -129,11 +150,11 @@ class LowRankRow(LowRank):
 
     def _reduce(self, x: Tensor) -> Tensor:
         if not self.shares_tokens:
-            return self.product(x, self.lora_A)
+            return reduce_rank(x, self.lora_A, self.product)
         return self._sum(partial_rank(x, self.lora_A, self.product)).to(x.dtype)
 
     def _sum(self, part: Tensor) -> Tensor:
-        """Return the float32 sum of the ranks' parts, of all tokens or, under sequence parallelism, of this rank's."""
+        """Return the sum of the ranks' parts, of all tokens or, under sequence parallelism, of this rank's."""
         if self.config.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(part, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
@@ -160,13 +181,19 @@ class LowRankExperts(AdapterBeside):
         if not state.is_enabled:
             return output, bias
         a, b = ([getattr(self, f"{name}{i}") for i in range(self.num_gemms)] for name in (LORA_A, LORA_B))
-        h = self.multiply(state.drop(x, "pre"), a, m_splits)
+        h = self.multiply(state.drop(x, "pre"), a, m_splits, is_reduction=True)
         return output + state.drop(self.multiply(h, b, m_splits), "post") * state.scale, bias
 
-    def multiply(self, x: Tensor, weights: Sequence[Tensor], m_splits: Sequence[int]) -> Tensor:
-        """Return each expert's rows of x [tokens, K] times its weight [N, K], [tokens, N]."""
+    def multiply(
+        self, x: Tensor, weights: Sequence[Tensor], m_splits: Sequence[int], is_reduction: bool = False
+    ) -> Tensor:
+        """Return each expert's rows of x [tokens, K] times its weight [N, K], [tokens, N].
+
+        is_reduction:  the weights are A
+        """
+        product = partial(reduce_rank, product=self.product) if is_reduction else self.product
         parts = zip(x.split(list(m_splits)), weights, strict=True)
-        return torch.cat([self.product(part, weight) for part, weight in parts])
+        return torch.cat([product(part, weight) for part, weight in parts])
 
 
 def with_adapter(linear: type, is_row: bool, adapters: AdapterState) -> type:

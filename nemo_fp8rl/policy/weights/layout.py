@@ -134,6 +134,15 @@ class Layout:
             region[dim] = self.sharing_axis(name).span(shape[dim])
         return tuple(region)
 
+    def dropout_seed(self, sequence_parallel: bool) -> tuple[int, ...]:
+        """Return numbers that differ between ranks with other tokens or other layers.
+
+        Tensor-parallel ranks have equal activations, of which they must drop the same values, except where each has
+        its own tokens.
+        """
+        tensor = self.tensor.rank if sequence_parallel else 0
+        return self.data.rank, self.context.rank, self.pipeline.rank, tensor
+
     def is_replica(self, name: str) -> bool:
         """True if another rank has the first of the copies of `name` that data and context parallelism make."""
         return any(axis.rank for axis in ((self.expert_data,) if EXPERT.search(name) else (self.data, self.context)))

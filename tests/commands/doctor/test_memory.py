@@ -291,16 +291,17 @@ def test_only_adapters_have_gradients_and_an_optimizer_and_the_base_is_there_onc
     assert parts["frozen base"] == pytest.approx(FP8 * LLAMA_LINEARS + 2 * (LLAMA_PARAMETERS - LLAMA_LINEARS))
     assert (parts["adapters"], parts["gradients"]) == (2 * LLAMA_ADAPTERS, 4 * LLAMA_ADAPTERS)
     assert parts["optimizer"] == 12 * LLAMA_ADAPTERS
-    assert "parameters" not in parts and "quantized weights" not in parts
+    assert parts["quantized weights"] == pytest.approx(FP8 * LLAMA_LINEARS)  # transposed, for the backward
+    assert "parameters" not in parts
     assert train(plan(LLAMA, OURS | ADAPTERS))["optimizer"] == 12 * LLAMA_ADAPTERS / 8
 
 
-def test_the_base_stays_through_refit_and_generation_and_the_engine_has_the_adapters(plan):
+def test_the_base_stays_through_a_refit_and_the_engine_has_the_adapters(plan):
     with_adapters, without = (plan(LLAMA, OURS | keys) for keys in (ADAPTERS, {}))
     assert engine_weights(with_adapters) - engine_weights(without) == pytest.approx(2 * LLAMA_ADAPTERS)
     _, refit, generate = memory_of(with_adapters, H100).phases
     base = pytest.approx(FP8 * LLAMA_LINEARS + 2 * (LLAMA_PARAMETERS - LLAMA_LINEARS))
-    assert (refit.parts["frozen base"], generate.parts["frozen base"]) == (base, base)
+    assert (refit.parts["frozen base"], "frozen base" in generate.parts) == (base, False)
     assert (refit.parts["adapters"], "adapters" in generate.parts) == (2 * LLAMA_ADAPTERS, False)
 
 

@@ -21,8 +21,8 @@ Sources:
   recompute whole layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and keep
   the bytes that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
 - With low-rank adapters only these have gradients and an optimizer's state: 14 bytes a parameter between steps, 18 in
-  one. The package's trainer has the frozen base once, in its format (`QuantizedMatmul.freeze`), which is its reference
-  policy as well, and which stays on the GPU while engines use it (`policy/offload.py`).
+  one. The package's trainer has the frozen base once, in its format (`QuantizedMatmul.freeze`; of an FP8 base
+  Transformer Engine has a transposed copy in a training step), which is its reference policy as well.
 """
 
 from nemo_fp8rl.commands.doctor.memory.adapter_memory import adapter_parameters
@@ -79,7 +79,6 @@ def resident_bytes(plan: Plan, stage: int) -> dict[str, float]:
         or (plan.megatron.get("fp8_cfg") or {}).get("force_clear_fp8_caches")
     )
     parts = {
-        FROZEN: frozen_bytes(plan, stage) if plan.uses_package_workers else 0.0,
         FP8_WEIGHTS: 0.0 if cleared else quantized_bytes(plan, stage),
         OPTIMIZER: _state_width(plan) * _shared_parameters(plan, stage) if _offloaded_fraction(plan) else 0.0,
         DELTA_BASE: delta_base_bytes(plan, stage),
@@ -109,10 +108,12 @@ def frozen_bytes(plan: Plan, stage: int) -> float:
 
 def quantized_bytes(plan: Plan, stage: int) -> float:
     """Return the bytes of FP8 weights beside the parameters. The package's trainer quantizes again if it recomputes."""
-    if plan.peft.enabled and plan.uses_package_workers:
+    if plan.peft.enabled and plan.uses_package_workers and plan.format is not FP8:
         return 0.0
     layers = [plan.shape.layer(i) for i in plan.stages[stage]]
     sizes = [sum(_on_rank(plan, weight) for weight in layer if plan.is_fp8_in_trainer(weight)) for layer in layers]
+    if plan.peft.enabled and plan.uses_package_workers:
+        return sent_width(FP8) * sum(sizes)  # the transposed copy
     layer_by_layer = plan.uses_package_workers and plan.megatron.get("activation_checkpointing")
     return _quantized_width(plan) * (max(sizes, default=0) if layer_by_layer else sum(sizes))
 

@@ -2,12 +2,23 @@
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_reduce
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 
 
 def sum_over_ranks(part: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up the ranks' parts, float32, and round the sum to `dtype`; the parts themselves are not rounded."""
     return tensor_model_parallel_all_reduce(part).to(dtype)
+
+
+def sum_exactly(part: Tensor, ranks: int) -> Tensor:
+    """Add up the ranks' parts, float64 [tokens, r]; they travel as bits, because vLLM's sums know no float64."""
+    bits = part.contiguous().view(torch.float32)
+    parts = tensor_model_parallel_all_gather(bits, dim=0).view(torch.float64)
+    return parts.view(ranks, *part.shape).sum(0)
 
 
 def keep_on_first_rank(whole: Tensor) -> Tensor:

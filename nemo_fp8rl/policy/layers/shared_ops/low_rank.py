@@ -28,10 +28,12 @@ class SharedLowRankRow(LowRankRow):
 class SharedLowRankExperts(LowRankExperts):
     """The values are those of `ops.experts`; the gradients are torch's."""
 
-    def multiply(self, x: Tensor, weights: Sequence[Tensor], m_splits: Sequence[int]) -> Tensor:
+    def multiply(
+        self, x: Tensor, weights: Sequence[Tensor], m_splits: Sequence[int], is_reduction: bool = False
+    ) -> Tensor:
         with torch.no_grad():
             values = multiply_experts(x, torch.stack(list(weights)), None, m_splits, pow2=True)
-        return ValueOf.apply(super().multiply(x, weights, m_splits), values)
+        return ValueOf.apply(super().multiply(x, weights, m_splits, is_reduction), values)
 
 
 def with_adapter(linear: type, is_row: bool, adapters: AdapterState) -> type:
