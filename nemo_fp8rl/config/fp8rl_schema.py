@@ -64,11 +64,7 @@ class NoiseConfig(Block):
     enabled: Annotated[bool, EarlierRuns(False)] = False
     """Add noise."""
     sigma_start: Annotated[float, ABOVE_0, EarlierRuns(1e-2)] = 1e-2
-<<<<<<< HEAD
-    """Standard deviation of the first stage with noise."""
-=======
     """Standard deviation of the first noise."""
->>>>>>> main
     sigma_end: Annotated[float, ABOVE_0, EarlierRuns(5e-4)] = 5e-4
     """Standard deviation to which it falls."""
     stages: Annotated[int, Range(at_least=3), EarlierRuns(10)] = 10

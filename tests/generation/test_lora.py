@@ -46,9 +46,6 @@ def pair(request, tmp_path_factory):
 
 
 def test_every_token_has_the_engines_log_prob_and_later_refits_bring_adapters_alone(pair, request):
-    if request.node.callspec.params["pair"] == "qwen3_moe-nvfp4_e2e":
-        reason = "3 tokens of about 1400 have another log-prob, by 0.002 at most: cause not found yet"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     tensors = adapter_tensors(pair.worker.hf, pair.worker.layout.adapters)
     adapter_bytes = sum(2 * math.prod(shape) for shape in tensors.values())
     assert pair.refit().nbytes > adapter_bytes
