@@ -36,7 +36,7 @@ FLOWS = ("bf16", "fp8_e2e", "nvfp4_a16_e2e")
 ADAPTERS = (
     "policy.megatron_cfg.peft.enabled=true",
     "policy.megatron_cfg.peft.dim=16",
-    "policy.megatron_cfg.optimizer.lr=3e-3",
+    "policy.megatron_cfg.optimizer.lr=1e-3",
 )
 NOISE = "nemo_fp8rl.noise.enabled=true"
 KINDS: dict[str, tuple[str, ...]] = {
