@@ -318,7 +318,7 @@ def load_as_on_a_gpu(pair, change: Callable[[Tensor], Any] = lambda payload: Non
     version = pair.bridge.version + 1
     pair.worker.start_push(version, [0], frozenset(), {"digests": True})
     with ScalarReads() as reads:
-        *_, refusal = worker.nemo_fp8rl_load(version, True, False)
+        *_, refusal = worker.nemo_fp8rl_load(version, True, False, True)
     pair.worker.finish_push()
     pair.bridge._disconnect(0)
     return refusal, sum(seen), len(seen), reads.count

@@ -59,7 +59,7 @@ def answer(pair: Pair, change: Callable[[Tensor], str] | None = None, *, later: 
         ]
     version = pair.bridge.version + later
     pair.worker.start_push(version, [0], frozenset(), {"digests": True})
-    *_, refusal = worker.nemo_fp8rl_load(version, True, compare)
+    *_, refusal = worker.nemo_fp8rl_load(version, True, compare, True)
     pair.worker.finish_push()
     pair.bridge._disconnect(0)
     return refusal
@@ -118,7 +118,7 @@ def test_a_refused_version_keeps_no_link(pair, monkeypatch):
 def test_without_a_link_there_is_no_version(pair):
     worker = worker_of(pair)
     worker.nemo_fp8rl_disconnect()
-    *_, refusal = worker.nemo_fp8rl_load(pair.bridge.version + 1, True, False)
+    *_, refusal = worker.nemo_fp8rl_load(pair.bridge.version + 1, True, False, True)
     assert refusal == "this engine has no link to a trainer"
     pair.bridge._disconnect(0)
 
