@@ -4,6 +4,7 @@ import functools
 from pkgutil import resolve_name
 from typing import Any, cast
 
+import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -44,6 +45,10 @@ class NemoFp8RlConfig(Fp8Config):
     @classmethod
     def get_min_capability(cls) -> int:
         return 80  # bfloat16, and Marlin's kernels; the kernels of FP8 need more, and say so
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]  # float32 beside adapters, where no layer is quantized
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "NemoFp8RlConfig":

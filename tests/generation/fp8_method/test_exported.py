@@ -106,7 +106,7 @@ def vllm_fp8_on_cpu(exported: Exported, monkeypatch) -> None:
 
     monkeypatch.setitem(kernels._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [Kernel])
     monkeypatch.setattr(Fp8MoEMethod, "is_monolithic", False)  # asked of its kernel, which a CPU has none of
-    for name in (*METHODS, "stored"):
+    for name in (*METHODS, "stored", "project"):
         monkeypatch.setattr(Fp8MoEMethod, name, getattr(Experts, name), raising=False)
 
 

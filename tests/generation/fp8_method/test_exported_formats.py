@@ -121,7 +121,7 @@ def vllms_modelopt_on_cpu(exported: Exported, monkeypatch) -> None:
     monkeypatch.setattr(modelopt, "select_mxfp8_moe_backend", lambda **_: (Fp8MoeBackend.EMULATION, None))
     for method in (modelopt.ModelOptNvFp4FusedMoE, modelopt.ModelOptMxFp8FusedMoE):
         monkeypatch.setattr(method, "is_monolithic", False)
-        for name in (*METHODS, "stored"):
+        for name in (*METHODS, "stored", "project"):
             monkeypatch.setattr(method, name, getattr(Experts, name), raising=False)
 
 
