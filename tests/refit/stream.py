@@ -97,7 +97,7 @@ class Stream:
             return self.senders[i].send(values, version, self.links[i], encodes=encodes, **options)
 
         with ThreadPoolExecutor() as threads:
-            loads = [threads.submit(rank.load, version, True, lambda: None) for rank in self.engine.ranks]
+            loads = [threads.submit(rank.load, version, True, True, lambda: None) for rank in self.engine.ranks]
             sends = [threads.submit(send, i) for i in range(len(self.sources))]
             return [_outcome(send) for send in sends], [_outcome(load) for load in loads]
 
