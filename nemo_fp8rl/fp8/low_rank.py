@@ -5,11 +5,12 @@
     y + d * scale   each of the two operations rounded, as in HF's `peft` (tuners/lora/layer.py)
 
 An h with another last bit moves every output of its token, so its sum must not depend on the order in which ranks add.
-On a CPU it is a float64 sum, in which the order is lost in the rounding.
+On a CPU it is a float64 sum, whose order is lost in the rounding (float32 activations have no such rounding).
 """
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,7 +26,7 @@ def reduce_rank(x: Tensor, a: Tensor, product: Product = F.linear) -> Tensor:
 def partial_rank(x: Tensor, a: Tensor, product: Product = F.linear) -> Tensor:
     """Return a rank's part of h [..., r], where ranks share the columns K of x [..., K] and A [r, K].
 
-    It is float64 on a CPU and float32 on a GPU.
+    It is float64 for 16 bits on a CPU, else float32.
     """
     return F.linear(x.double(), a.double()) if _is_exact(x, product) else product(x.float(), a.float())
 
@@ -41,4 +42,4 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, produ
 
 
 def _is_exact(x: Tensor, product: Product) -> bool:
-    return x.device.type == "cpu" and product is F.linear
+    return x.device.type == "cpu" and x.dtype is not torch.float32 and product is F.linear

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from nemo_fp8rl.fp8.low_rank import Product, add_low_rank, expand_rank, partial_rank
@@ -63,9 +63,7 @@ class LowRankLinear:
             if layer.tp_size > UNORDERED_RANKS:
                 parts = tensor_model_parallel_all_gather(part.contiguous(), dim=0)
                 return sum_in_rank_order(parts.view(layer.tp_size, *part.shape))
-        if part.dtype is torch.float64:
-            return sum_exactly(part, layer.tp_size)
-        return tensor_model_parallel_all_reduce(part)
+        return sum_exactly(part, layer.tp_size)
 
 
 class ExpertAdapters:

@@ -15,7 +15,9 @@ def sum_over_ranks(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sum_exactly(part: Tensor, ranks: int) -> Tensor:
-    """Add up the ranks' parts, float64 [tokens, r]; they travel as bits, because vLLM's sums know no float64."""
+    """Add up the ranks' parts [tokens, r]; float64 travels as bits, because vLLM's sums do not know it."""
+    if part.dtype is not torch.float64:
+        return tensor_model_parallel_all_reduce(part)
     bits = part.contiguous().view(torch.float32)
     parts = tensor_model_parallel_all_gather(bits, dim=0).view(torch.float64)
     return parts.view(ranks, *part.shape).sum(0)
