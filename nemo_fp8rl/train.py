@@ -32,7 +32,7 @@ from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.policy.model_digests import model_digests
-from nemo_fp8rl.policy.weights.norm_noise import describe_lost_noise, sigma_of
+from nemo_fp8rl.policy.weights.norm_noise import describe_small_noise, sigma_of
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout.collect import (
     PromptsOfRound,
@@ -177,7 +177,7 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
             display.say(note)
         if num_too_long:
             display.say(f"{num_too_long} prompts dropped: no room for an answer in vllm_cfg.max_model_len")
-        for notice in filter(None, (_length_notice(cfg), describe_lost_noise(cfg))):
+        for notice in filter(None, (_length_notice(cfg), describe_small_noise(cfg))):
             display.say(notice)
         width = max(map(len, run.choices))
         display.say("\n".join(f"  {name:{width}}  {value}" for name, value in run.choices.items()))

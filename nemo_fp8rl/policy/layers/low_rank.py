@@ -6,7 +6,6 @@
 What ranks exchange for an adapter has r values a token. Every rank has the whole h = x A^T, so any rank r is possible.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from nemo_fp8rl.common.seeds import seed_of
 from nemo_fp8rl.config.policy_schema import PeftConfig
 from nemo_fp8rl.fp8.low_rank import Product, partial_rank, reduce_rank
 from nemo_fp8rl.hf.adapters import LORA_A, LORA_B
@@ -31,7 +31,7 @@ from nemo_fp8rl.hf.adapters import LORA_A, LORA_B
 
 @dataclass
 class AdapterState:
-    """What the adapters of a model have in common.
+    """The state that all adapters of a model share.
 
     scale:      factor of their output
     is_enabled: False computes the base alone, which is the reference policy
@@ -58,11 +58,10 @@ class AdapterState:
         if not self.dropout:
             yield
             return
-        digest = hashlib.sha256(" ".join(map(str, ("dropout", *seed))).encode()).digest()
         self.is_training = True
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                torch.manual_seed(seed_of("dropout", *seed))
                 yield
         finally:
             self.is_training = False
@@ -91,10 +90,10 @@ class AdapterBeside:
         number:  of an expert, in a layer of many
         """
         rows, columns = weight.shape
-        spread = self.is_expert and self.config.expert_model_parallel_size > 1
+        are_experts_split = self.is_expert and self.config.expert_model_parallel_size > 1
         for name, shape in ((LORA_A, (self.adapters.rank, columns)), (LORA_B, (rows, self.adapters.rank))):
             parameter: Any = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
-            parameter.allreduce = not spread  # by it Megatron chooses the ranks that sum the gradients
+            parameter.allreduce = not are_experts_split  # by it Megatron chooses the ranks that sum the gradients
             if name == split or self.is_expert:
                 set_tensor_model_parallel_attributes(parameter, True, int(name == LORA_A), 1)
             else:  # under sequence parallelism a rank has the gradient of its own tokens; Megatron sums them

@@ -1,6 +1,5 @@
 """The values of a rank's adapters: their first values, and the folder of a checkpoint in the format of HF's `peft`."""
 
-import hashlib
 import math
 import shutil
 from collections.abc import Callable, Iterable
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import region_slices
-from nemo_fp8rl.config.policy_schema import PeftConfig
+from nemo_fp8rl.common.seeds import seed_of
+from nemo_fp8rl.config.policy_schema import AdapterInit, PeftConfig
 from nemo_fp8rl.hf.adapter_folder import read_adapter_folder, write_adapter_folder
 from nemo_fp8rl.hf.adapters import KEY, LORA_A, Adapters, adapter_tensors
 from nemo_fp8rl.hf.hub import TOKENIZER_FILES
@@ -23,8 +23,13 @@ from nemo_fp8rl.policy.weights.layout import Layout
 
 PARTS = "parts"
 """The folder in which ranks write their parts, until the first rank has assembled them."""
-NORMAL_STD = 0.2
-"""Of the first values by `normal`, as in Megatron-Bridge (peft/utils.py, `_get_init_fn`)."""
+FIRST_VALUES: dict[AdapterInit, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "xavier": lambda values, generator: nn.init.xavier_normal_(values, generator=generator),
+    "kaiming": lambda values, generator: nn.init.kaiming_uniform_(values, math.sqrt(5), generator=generator),
+    "normal": lambda values, generator: nn.init.normal_(values, std=0.2, generator=generator),
+    "zero": lambda values, _: nn.init.zeros_(values),
+}
+"""The methods of Megatron-Bridge (peft/utils.py, `_get_init_fn`), for a weight [out, in]."""
 
 
 @torch.no_grad()
@@ -35,9 +40,7 @@ def init_adapters(model: nn.Module, layout: Layout, peft: PeftConfig, seed: int)
     def draw(name: str) -> Tensor:
         shape = shapes[name]
         method = peft.lora_A_init_method if f".{LORA_A}." in name else peft.lora_B_init_method
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = _draw_values(method, shape, generator)
+        values = FIRST_VALUES[method](torch.empty(shape), torch.Generator().manual_seed(seed_of(seed, name)))
         return values[region_slices(layout.region(name, shape))]
 
     _assign(model, layout, draw)
@@ -111,17 +114,3 @@ def _assign(model: nn.Module, layout: Layout, get: Callable[[str], Tensor]) -> N
     parameters = dict(model.named_parameters())
     for name, values in adapters_from_hf(layout, get):
         parameters[name].copy_(values)
-
-
-def _draw_values(method: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return values of torch's `nn.init` methods for a weight [out, in], float32."""
-    out, inputs = shape
-    values = torch.empty(shape)
-    if method == "xavier":
-        return values.normal_(0, math.sqrt(2 / (out + inputs)), generator=generator)
-    if method == "normal":
-        return values.normal_(0, NORMAL_STD, generator=generator)
-    if method == "kaiming":  # with a negative slope of sqrt(5)
-        bound = 1 / math.sqrt(inputs)
-        return values.uniform_(-bound, bound, generator=generator)
-    return values.zero_()

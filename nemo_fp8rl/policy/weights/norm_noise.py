@@ -5,24 +5,23 @@ every layout have the same. Version v is what engines have after v steps, and th
 it. The parameters themselves never have the noise.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.common.seeds import seed_of
 from nemo_fp8rl.config.fp8rl_schema import NoiseConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.hub import checkpoint_folder
 
 NORM = re.compile(r"model\.layers\.\d+\.(input|post_attention)_layernorm\.weight")
-LOST = 0.1
-"""Share of the norms' values, below which a sigma is said to round away."""
+SMALLEST_SHARE = 0.1
+"""Share of the norms' values that noise must change; below it a sentence says that the noise rounds away."""
 
 
 def sigma_of(noise: NoiseConfig, version: int, steps: int) -> float:
@@ -48,9 +47,8 @@ def sigma_of(noise: NoiseConfig, version: int, steps: int) -> float:
 
 def draw(seed: int, version: int, name: str, size: int) -> Tensor:
     """Return normal numbers of the whole tensor `name`, float32 [size]."""
-    key = hashlib.blake2b(f"norm noise {seed} {version} {name}".encode(), digest_size=16).digest()
-    philox = np.random.Philox(key=np.frombuffer(key, "<u8"))
-    return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
+    generator = torch.Generator().manual_seed(seed_of("norm noise", seed, version, name))
+    return torch.randn(size, generator=generator, dtype=torch.float32)
 
 
 class NormNoise:
@@ -115,7 +113,7 @@ class NormNoise:
         return float(torch.cat([part.flatten() for part in changes]).float().mean())
 
 
-def describe_lost_noise(cfg: Config) -> str:
+def describe_small_noise(cfg: Config) -> str:
     """Return a sentence about sigmas that round away in the weights' dtype; "" where there are none.
 
     It reads the norms of policy.model_name.
@@ -134,7 +132,7 @@ def describe_lost_noise(cfg: Config) -> str:
         )
     for sigma in sigmas:
         share = noise.share_of_changes(norms, sigma)
-        if share < LOST:
+        if share < SMALLEST_SHARE:
             return (
                 f"nemo_fp8rl.noise: sigma {sigma:.1e} changes {share:.1%} of the norms' values in "
                 f"{cfg.policy.precision}, so from there on the noise rounds away: raise nemo_fp8rl.noise.sigma_end"

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.config.fp8rl_schema import NoiseConfig
-from nemo_fp8rl.policy.weights.norm_noise import NormNoise, describe_lost_noise, draw, sigma_of
+from nemo_fp8rl.policy.weights.norm_noise import NormNoise, describe_small_noise, draw, sigma_of
 
 NAME = "model.layers.1.input_layernorm.weight"
 
@@ -79,9 +79,9 @@ def test_the_trainers_norms_have_the_noise_only_in_the_block():
 
 def test_a_sigma_that_rounds_away_is_announced(recipe):
     keys = ("nemo_fp8rl.noise.enabled=true", "grpo.max_num_steps=30", "policy.precision=bfloat16")
-    assert "sigma 5.0e-04 changes 0.0% of the norms' values in bfloat16" in describe_lost_noise(
+    assert "sigma 5.0e-04 changes 0.0% of the norms' values in bfloat16" in describe_small_noise(
         recipe(*keys, "nemo_fp8rl.noise.stages=3")
     )
-    assert describe_lost_noise(recipe(*keys, "nemo_fp8rl.noise.stages=3", "nemo_fp8rl.noise.sigma_end=5e-3")) == ""
-    assert "has no step after the first" in describe_lost_noise(recipe(*keys, "grpo.max_num_steps=1"))
-    assert describe_lost_noise(recipe()) == ""
+    assert describe_small_noise(recipe(*keys, "nemo_fp8rl.noise.stages=3", "nemo_fp8rl.noise.sigma_end=5e-3")) == ""
+    assert "has no step after the first" in describe_small_noise(recipe(*keys, "grpo.max_num_steps=1"))
+    assert describe_small_noise(recipe()) == ""
