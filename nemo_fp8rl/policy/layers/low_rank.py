@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from nemo_fp8rl.common.seeds import seed_of
 from nemo_fp8rl.config.policy_schema import PeftConfig
 from nemo_fp8rl.fp8.low_rank import Product, partial_rank, reduce_rank
 from nemo_fp8rl.hf.adapters import LORA_A, LORA_B
@@ -61,7 +61,7 @@ class AdapterState:
         self.is_training = True
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                torch.manual_seed(seed_of("dropout", *seed))
+                torch.manual_seed(Random(f"dropout {seed}").getrandbits(63))
                 yield
         finally:
             self.is_training = False

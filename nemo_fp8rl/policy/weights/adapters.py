@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from random import Random
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import region_slices
-from nemo_fp8rl.common.seeds import seed_of
 from nemo_fp8rl.config.policy_schema import AdapterInit, PeftConfig
 from nemo_fp8rl.hf.adapter_folder import read_adapter_folder, write_adapter_folder
 from nemo_fp8rl.hf.adapters import KEY, LORA_A, Adapters, adapter_tensors
@@ -40,7 +40,9 @@ def init_adapters(model: nn.Module, layout: Layout, peft: PeftConfig, seed: int)
     def draw(name: str) -> Tensor:
         shape = shapes[name]
         method = peft.lora_A_init_method if f".{LORA_A}." in name else peft.lora_B_init_method
-        values = FIRST_VALUES[method](torch.empty(shape), torch.Generator().manual_seed(seed_of(seed, name)))
+        values = FIRST_VALUES[method](
+            torch.empty(shape), torch.Generator().manual_seed(Random(f"{seed} {name}").getrandbits(63))
+        )
         return values[region_slices(layout.region(name, shape))]
 
     _assign(model, layout, draw)

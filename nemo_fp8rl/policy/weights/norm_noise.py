@@ -8,12 +8,12 @@ it. The parameters themselves never have the noise.
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.common.seeds import seed_of
 from nemo_fp8rl.config.fp8rl_schema import NoiseConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
@@ -47,7 +47,7 @@ def sigma_of(noise: NoiseConfig, version: int, steps: int) -> float:
 
 def draw(seed: int, version: int, name: str, size: int) -> Tensor:
     """Return normal numbers of the whole tensor `name`, float32 [size]."""
-    generator = torch.Generator().manual_seed(seed_of("norm noise", seed, version, name))
+    generator = torch.Generator().manual_seed(Random(f"norm noise {seed} {version} {name}").getrandbits(63))
     return torch.randn(size, generator=generator, dtype=torch.float32)
 
 
