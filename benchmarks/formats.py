@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from mismatch import RECIPES, TASKS, WARM_UP_STEPS, command, train
+from mismatch import RECIPES, make_warm, train
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
@@ -29,7 +29,6 @@ from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.assemble import build_bridge
 from nemo_fp8rl.batch import Prompt, RolloutBatch, collate
 from nemo_fp8rl.commands.compare.statistics import interval
-from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.fp8rl_schema import Flow
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
@@ -167,10 +166,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     folder = arguments.folder
-    make_tiny(folder, "add")
-    paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
-    warm_up = f"sft.max_num_steps={2 if arguments.dry_run else WARM_UP_STEPS['add']}"
-    command("sft", "tiny_sft.yaml", *paths, warm_up, *TASKS["add"], "--output", f"{folder}/warm")
+    make_warm(folder, "add", 2 if arguments.dry_run else None)
 
     flows = ("nvfp4_e2e",) if arguments.dry_run else get_args(Flow)
     steps, seeds = (1, 1) if arguments.dry_run else (arguments.steps, arguments.seeds)

@@ -18,12 +18,11 @@ from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from mismatch import RECIPES, TASKS, WARM_UP_STEPS, command, train
+from mismatch import RECIPES, make_warm, train
 from rich.console import Console
 from rich.table import Table
 
 from nemo_fp8rl.commands.compare.statistics import interval
-from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
@@ -116,10 +115,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     folder = arguments.folder
-    make_tiny(folder, "add")
-    paths = f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl"
-    warm_up = f"sft.max_num_steps={2 if arguments.dry_run else WARM_UP_STEPS['add']}"
-    command("sft", "tiny_sft.yaml", *paths, warm_up, *TASKS["add"], "--output", f"{folder}/warm")
+    make_warm(folder, "add", 2 if arguments.dry_run else None)
 
     steps, seeds = (1, 1) if arguments.dry_run else (arguments.steps, arguments.seeds)
     pairs = [("nvfp4_a16_e2e", "LoRA")] if arguments.dry_run else ROWS

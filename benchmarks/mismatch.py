@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -63,6 +64,17 @@ def train(folder: Path, run: Path, task: str, flow: str, steps: int, *arguments:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def make_warm(folder: Path, task: str, steps: int | None = None, **model: Any) -> None:
+    """Make a tiny model and its data in the folder, and folder/warm of as many steps; None: those of the task.
+
+    model:  keywords of `make_tiny`
+    """
+    make_tiny(folder, task, **model)
+    paths = f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl"
+    warm_up = f"sft.max_num_steps={steps or WARM_UP_STEPS[task]}"
+    command("sft", "tiny_sft.yaml", *paths, warm_up, *TASKS[task], "--output", f"{folder}/warm")
+
+
 def measure(folder: Path, task: str, flow: str, align: str, kv: str, steps: int) -> dict[str, float | str]:
     more = [f"nemo_fp8rl.align={align}"]
     if kv:
@@ -103,17 +115,7 @@ def main() -> None:
     folder = arguments.folder / name
     warm_up = int(WARM_UP_STEPS[task] * (MIXTURES_WARM_UP if FAMILIES[family].experts else 1))
 
-    make_tiny(folder, task, family=family, **(HALF_HEADS if arguments.half_heads else {}))
-    command(
-        "sft",
-        "tiny_sft.yaml",
-        f"policy.model_name={folder}/model",
-        f"data.train.data_path={folder}/data.jsonl",
-        f"sft.max_num_steps={warm_up}",
-        *TASKS[task],
-        "--output",
-        f"{folder}/warm",
-    )
+    make_warm(folder, task, warm_up, family=family, **(HALF_HEADS if arguments.half_heads else {}))
     flows = KV_FLOWS if arguments.kv else FLOWS
     results = [measure(folder, task, *flow, arguments.steps) for flow in flows]
     machine = json.loads((folder / "bf16_vllm/environment.json").read_text())

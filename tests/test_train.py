@@ -227,18 +227,23 @@ def test_kill_9_in_a_save_resumes_to_the_same_numbers(uninterrupted, warm_overri
     assert not list((run / "checkpoints").glob(".partial*"))
 
 
+def check_kill_and_resume(keys: tuple[str, ...], folder: Path, *short: str) -> None:
+    """Run to the end in folder/whole; be killed after step 3 in folder/run, go on, and assert the same numbers."""
+    assert main(arguments(keys, folder / "whole", *short)) == 0
+    with subprocess.Popen(command(keys, folder / "run", *short), stdout=subprocess.DEVNULL) as process:
+        wait_for_step(process, folder / "run", 3)
+        process.kill()
+    assert main(arguments(keys, folder / "run", *short, "--resume")) == 0
+    assert results(folder / "run") == results(folder / "whole")
+
+
 @pytest.mark.long
 def test_training_in_fp4_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers(warm_overrides, tmp_path):
     """With random roundings of gradients, the estimated slope, and outliers that both sides multiply apart."""
     fp4 = ("backward=native", "fp4.estimator=differentiable", "fp4.clamp_quantile=0.97")
     keys = (*warm_overrides, "nemo_fp8rl.flow=nvfp4_e2e", *(f"nemo_fp8rl.{key}" for key in fp4))
     short = ("grpo.max_num_steps=4", "grpo.val_period=0")
-    assert main(arguments(keys, tmp_path / "whole", *short)) == 0
-    with subprocess.Popen(command(keys, tmp_path / "run", *short), stdout=subprocess.DEVNULL) as process:
-        wait_for_step(process, tmp_path / "run", 3)
-        process.kill()
-    assert main(arguments(keys, tmp_path / "run", *short, "--resume")) == 0
-    assert results(tmp_path / "run") == results(tmp_path / "whole")
+    check_kill_and_resume(keys, tmp_path, *short)
     assert all(row["train/token_mult_prob_error"] < ALIGNED for row in read(tmp_path / "whole")[1:])
     record = json.loads((tmp_path / "whole/environment.json").read_text())["choices"]
     parts = "native, Hadamard transform, stochastic rounding, differentiable estimator"
@@ -257,12 +262,7 @@ def test_a_run_with_noise_on_both_sides_is_aligned_and_after_a_kill_goes_on_to_t
     noise = ("enabled=true", "where=both", "stages=3")
     keys = (*warm_overrides, *trained, *(f"nemo_fp8rl.noise.{key}" for key in noise))
     short = ("grpo.max_num_steps=4", "grpo.val_period=2")
-    assert main(arguments(keys, tmp_path / "whole", *short)) == 0
-    with subprocess.Popen(command(keys, tmp_path / "run", *short), stdout=subprocess.DEVNULL) as process:
-        wait_for_step(process, tmp_path / "run", 3)
-        process.kill()
-    assert main(arguments(keys, tmp_path / "run", *short, "--resume")) == 0
-    assert results(tmp_path / "run") == results(tmp_path / "whole")
+    check_kill_and_resume(keys, tmp_path, *short)
     rows = read(tmp_path / "whole")[1:]
     assert all(row["train/token_mult_prob_error"] < ALIGNED for row in rows)
     assert [row["noise/sigma"] for row in rows] == pytest.approx([0, 0, 1e-2, 5e-4])

@@ -264,9 +264,7 @@ class VllmEngine:
         A refusal is returned, not raised, so that the caller gets the results of the other engines. Any other error
         in the load, such as full memory, counts as the engine's death.
 
-        verify:   see `WeightStore.load`
-        compare:  the version is in memory already, and is compared with what arrives
-        with_frozen: tensors that never change come as well
+        compare: write nothing, compare what arrives with memory; the others are in `WeightStore.load`
         """
         self.policy_version = self.loaded_version = -1  # if this fails, memory holds tensors of two versions
         answers, failure = [], ""
@@ -398,6 +396,5 @@ class VllmEngine:
 
 
 def _raise_first(refusals: Iterable[str]) -> None:
-    for refusal in refusals:
-        if refusal:
-            raise RefitError(refusal)
+    if refusal := next(filter(None, refusals), ""):
+        raise RefitError(refusal)

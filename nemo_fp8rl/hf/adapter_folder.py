@@ -45,10 +45,10 @@ def write_adapter_folder(
     folder: Path, hf: HfConfig, adapters: Adapters, tensors: Mapping[str, Tensor], base_model: str, digest: str
 ) -> None:
     """Write the folder. tensors: by the names of `hf.adapters.adapter_tensors`; digest: `base_digest`"""
-    found: dict[str, Tensor] = {}
+    peft_tensors: dict[str, Tensor] = {}
     for fused, projection in _projections(hf, adapters):
-        found[f"{PREFIX}{projection}.{LORA_A}.weight"] = tensors[f"{fused}.{LORA_A}.weight"].clone()
-        found[f"{PREFIX}{projection}.{LORA_B}.weight"] = tensors[f"{projection}.{LORA_B}.weight"]
+        peft_tensors[f"{PREFIX}{projection}.{LORA_A}.weight"] = tensors[f"{fused}.{LORA_A}.weight"].clone()
+        peft_tensors[f"{PREFIX}{projection}.{LORA_B}.weight"] = tensors[f"{projection}.{LORA_B}.weight"]
     base_model, revision = split_hub_name(base_model)
     config = {
         "peft_type": "LORA",
@@ -64,17 +64,17 @@ def write_adapter_folder(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
     (folder / BASE).write_text(json.dumps({"digest": digest}) + "\n")
-    write_safetensors(found, folder / WEIGHTS)
+    write_safetensors(peft_tensors, folder / WEIGHTS)
 
 
-def stored_base(folder: Path) -> str:
+def read_base_name(folder: Path) -> str:
     """Return policy.model_name of the run that trained the adapters in a folder. Raises UserError."""
     config = _read_config(folder)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     return f"{name}@{revision}" if revision else str(name)
 
 
-def stored_adapters(folder: Path, hf: HfConfig) -> Adapters:
+def read_folder_adapters(folder: Path, hf: HfConfig) -> Adapters:
     """Return the adapters in a folder, of a model with this config. Raises UserError."""
     config = _read_config(folder)
     projections = set(config["target_modules"])

@@ -24,7 +24,7 @@ FUSED_NAMES = {part: fused for fused, parts in FUSED.items() for part in parts}
 EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 
 
-class AdaptedModule(NamedTuple):
+class LinearModule(NamedTuple):
     """A linear module that can have an adapter.
 
     megatron:     its name in Megatron
@@ -47,7 +47,7 @@ class Adapters:
 
     rank:     0 without adapters
     alpha:    see `scale`
-    modules:  `AdaptedModule.name` of the modules that have one
+    modules:  `LinearModule.name` of the modules that have one
     """
 
     rank: int = 0
@@ -74,7 +74,7 @@ class Adapters:
 NO_ADAPTERS = Adapters()
 
 
-def linear_modules(hf: HfConfig) -> Iterator[AdaptedModule]:
+def linear_modules(hf: HfConfig) -> Iterator[LinearModule]:
     """Yield the modules of a model that can have an adapter; the experts of a layer as one."""
     hidden, heads, groups = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
     experts = "experts." if hf.family.experts else ""
@@ -82,14 +82,12 @@ def linear_modules(hf: HfConfig) -> Iterator[AdaptedModule]:
         megatron, layer = f"decoder.layers.{i}.", f"model.layers.{i}."
         attention, mlp = f"{layer}self_attn.", f"{layer}mlp.{experts}"
         qkv = ("q_proj", "k_proj", "v_proj"), (heads, groups, groups)
-        yield AdaptedModule(f"{megatron}self_attention.linear_qkv", f"{attention}qkv_proj", *qkv, hidden)
-        yield AdaptedModule(
-            f"{megatron}self_attention.linear_proj", f"{attention}o_proj", ("o_proj",), (hidden,), heads
-        )
+        yield LinearModule(f"{megatron}self_attention.linear_qkv", f"{attention}qkv_proj", *qkv, hidden)
+        yield LinearModule(f"{megatron}self_attention.linear_proj", f"{attention}o_proj", ("o_proj",), (hidden,), heads)
         gate_up = ("gate_proj", "up_proj"), (hf.intermediate_size, hf.intermediate_size)
         down = ("down_proj",), (hidden,), hf.intermediate_size
-        yield AdaptedModule(f"{megatron}mlp.{experts}linear_fc1", f"{mlp}gate_up_proj", *gate_up, hidden)
-        yield AdaptedModule(f"{megatron}mlp.{experts}linear_fc2", f"{mlp}down_proj", *down)
+        yield LinearModule(f"{megatron}mlp.{experts}linear_fc1", f"{mlp}gate_up_proj", *gate_up, hidden)
+        yield LinearModule(f"{megatron}mlp.{experts}linear_fc2", f"{mlp}down_proj", *down)
 
 
 def read_adapters(hf: HfConfig, peft: PeftConfig) -> Adapters:
@@ -107,10 +105,10 @@ def read_adapters(hf: HfConfig, peft: PeftConfig) -> Adapters:
             is_known = any(_matches(pattern, module.megatron) for module in modules)
             if not is_known and (key, pattern) != ("exclude_modules", "output_layer"):  # NeMo RL adapts the head too
                 raise UserError(f"{KEY}.{key}: {_no_such_module(pattern, modules)}")
-    chosen = [module.name for module in modules if is_adapted(module.megatron, peft)]
-    if not chosen:
+    names = [module.name for module in modules if gets_adapter(module.megatron, peft)]
+    if not names:
         raise UserError(f"{KEY}.exclude_modules={list(peft.exclude_modules)} leaves no module; remove names")
-    return Adapters(peft.dim, peft.alpha, frozenset(chosen))
+    return Adapters(peft.dim, peft.alpha, frozenset(names))
 
 
 def adapter_tensors(hf: HfConfig, adapters: Adapters) -> dict[str, tuple[int, ...]]:
@@ -138,7 +136,7 @@ def is_adapter(name: str) -> bool:
     return f".{LORA_A}" in name or f".{LORA_B}" in name
 
 
-def is_adapted(module: str, peft: PeftConfig) -> bool:
+def gets_adapter(module: str, peft: PeftConfig) -> bool:
     """Return whether a recipe asks for an adapter of a linear module. module: its name in Megatron"""
     if peft.target_modules:
         return any(_matches(pattern, module) for pattern in peft.target_modules)
@@ -151,7 +149,7 @@ def _matches(pattern: str, module: str) -> bool:
     return module.rpartition(".")[2] == pattern or re.fullmatch(".*".join(parts), module) is not None
 
 
-def _no_such_module(pattern: str, modules: Sequence[AdaptedModule]) -> str:
+def _no_such_module(pattern: str, modules: Sequence[LinearModule]) -> str:
     names = sorted({module.megatron.rpartition(".")[2] for module in modules})
     similar = difflib.get_close_matches(pattern.rpartition(".")[2], names, 1, 0.4)
     nearest = f"did you mean {similar[0]}? " if similar else ""

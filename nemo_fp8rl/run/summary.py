@@ -87,8 +87,8 @@ def next_commands(cfg: Config, steps: int) -> Text:
             )
         lines.append(f"  nemo-fp8rl train --config {recipe} --resume {more}")
         if cfg.nemo_fp8rl.quantizes_rollout:
-            trained = "adapter" if cfg.policy.megatron_cfg.peft.enabled else "weights"
-            path = quote(f"{checkpoints}/step_{max(saved_steps)}/policy/{trained}")
+            kind = "adapter" if cfg.policy.megatron_cfg.peft.enabled else "weights"
+            path = quote(f"{checkpoints}/step_{max(saved_steps)}/policy/{kind}")
             lines.append(f"  nemo-fp8rl export --checkpoint {path} --output {quote(str(folder / 'fp8'))}")
     return Text("\n".join(lines))
 

@@ -15,6 +15,8 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.assemble import build_bridge
 from nemo_fp8rl.batch import Prompt, RolloutBatch, collate, collate_prompts
+from nemo_fp8rl.commands.tiny_model import make_tiny
+from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.engine import VllmEngine
@@ -25,7 +27,7 @@ from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.manifest import RefitError, Sources
 from nemo_fp8rl.refit.reports import RefitReport
 from tests.batches import loss_totals
-from tests.conftest import ALIGNED, BATCH_INVARIANT
+from tests.conftest import ALIGNED, BATCH_INVARIANT, RECIPES, SMALL
 from tests.policy.sent import sent_tensors
 
 GREEDY = Sampling(num_generations=1, max_new_tokens=16, temperature=0.0, stop_token_ids=())
@@ -163,3 +165,11 @@ class Pair:
         engine.setup(replace(self.cfg, policy=policy), load_format="auto")
         self.others.append(engine)
         return engine
+
+
+def tiny_pair(folder: Path, family: str, *overrides: str, **sizes: Any) -> Pair:
+    """A pair on a new tiny model in the folder, with steps that move weights at once; close it at the end."""
+    make_tiny(folder, "add", 0, family, **sizes)
+    paths = f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl"
+    step = "policy.megatron_cfg.optimizer.lr=0.002", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"
+    return Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *step, *overrides]))

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from nemo_fp8rl.commands.tiny_model import make_tiny
-from nemo_fp8rl.config.recipe import load
-from tests.conftest import HALF_HEADS, LLAMA3_ROPE, RECIPES, SMALL, YARN
-from tests.generation.pair import Pair
+from tests.conftest import HALF_HEADS, LLAMA3_ROPE, YARN
+from tests.generation.pair import tiny_pair
 from tests.policy.sent import sent_tensors
 
 CASES = [
@@ -31,16 +29,7 @@ LONG = {("llama", "fp8_rollout"), ("llama", "bf16"), ("qwen2", "bf16")}
 )
 def pair(request, tmp_path_factory):
     family, flow, sizes = request.param
-    folder = tmp_path_factory.mktemp(family) / "tiny"
-    make_tiny(folder, "add", 0, family, **sizes)
-    overrides = (
-        f"policy.model_name={folder}/model",
-        f"data.train.data_path={folder}/data.jsonl",
-        f"nemo_fp8rl.flow={flow}",
-        "policy.megatron_cfg.optimizer.lr=0.002",
-        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-    )
-    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
+    pair = tiny_pair(tmp_path_factory.mktemp(family) / "tiny", family, f"nemo_fp8rl.flow={flow}", **sizes)
     yield pair
     pair.close()
 

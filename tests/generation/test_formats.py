@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.commands.tiny_model import make_tiny
-from nemo_fp8rl.config.recipe import load
 from tests.batches import loss_totals
-from tests.conftest import ALIGNED, RECIPES, SMALL
-from tests.generation.pair import Pair
+from tests.conftest import ALIGNED
+from tests.generation.pair import tiny_pair
 
 LINE = "nemo_fp8rl.weight_block=line"
 CASES = {
@@ -32,16 +30,7 @@ WIRE = {"mxfp8": 0.501, "mxfp8_1x32": 0.516, "nvfp4": 0.253, "nvfp4_a16": 0.253,
 )
 def pair(request, tmp_path_factory):
     family, flow, *further = CASES[request.param]
-    folder = tmp_path_factory.mktemp(family) / "tiny"
-    make_tiny(folder, "add", 0, family)
-    overrides = (
-        f"policy.model_name={folder}/model",
-        f"data.train.data_path={folder}/data.jsonl",
-        f"nemo_fp8rl.flow={flow}",
-        "policy.megatron_cfg.optimizer.lr=0.002",
-        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-    )
-    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides, *further]))
+    pair = tiny_pair(tmp_path_factory.mktemp(family) / "tiny", family, f"nemo_fp8rl.flow={flow}", *further)
     yield pair
     pair.close()
 

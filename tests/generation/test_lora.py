@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.commands.tiny_model import make_tiny
-from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.hf.adapters import adapter_tensors, is_adapter
 from tests.batches import loss_totals
-from tests.conftest import RECIPES, SMALL
-from tests.generation.pair import Pair
+from tests.generation.pair import Pair, tiny_pair
 
 CASES = {
     "qwen3-bf16": ("qwen3", "bf16"),
@@ -29,18 +26,10 @@ LONG = {"qwen3_moe-bf16", "qwen3_moe-nvfp4_e2e"}
 )
 def pair(request, tmp_path_factory):
     family, flow = CASES[request.param]
-    folder = tmp_path_factory.mktemp(family) / "tiny"
-    make_tiny(folder, "add", 0, family)
-    overrides = (
-        f"policy.model_name={folder}/model",
-        f"data.train.data_path={folder}/data.jsonl",
-        f"nemo_fp8rl.flow={flow}",
-        "policy.megatron_cfg.peft.enabled=true",
-        "policy.megatron_cfg.peft.lora_B_init_method=kaiming",
-        "policy.megatron_cfg.optimizer.lr=0.01",
-        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-    )
-    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
+    peft = "enabled=true", "lora_B_init_method=kaiming"
+    overrides = f"nemo_fp8rl.flow={flow}", *(f"policy.megatron_cfg.peft.{key}" for key in peft)
+    rate = "policy.megatron_cfg.optimizer.lr=0.01"
+    pair = tiny_pair(tmp_path_factory.mktemp(family) / "tiny", family, *overrides, rate)
     yield pair
     pair.close()
 

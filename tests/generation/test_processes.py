@@ -12,7 +12,7 @@ from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation import engine_checks, vllm_sockets
 from nemo_fp8rl.generation.engine import VllmEngine
 from tests.conftest import RECIPES, SMALL
-from tests.generation.pair import FREE, GREEDY, Pair, outputs
+from tests.generation.pair import FREE, GREEDY, Pair, outputs, tiny_pair
 
 CACHE = "kv_cache_dtype=fp8"
 SPREAD = ("async_engine=true", "tensor_parallel_size=2", "expert_parallel_size=2")
@@ -79,19 +79,14 @@ def test_an_incomplete_refit_is_refused_by_name_and_the_next_one_counts(pair):
     ("family", "flow"), [("qwen3_moe", "mxfp8_e2e"), pytest.param("qwen3", "fp8_e2e", marks=pytest.mark.long)]
 )
 def test_two_ranks_add_adapters_as_the_trainer_does_on_one(tmp_path, family, flow):
-    make_tiny(tmp_path / "tiny", "add", 0, family)
-    peft = "policy.megatron_cfg.peft"
+    peft = "enabled=true", "dim=8", "lora_B_init_method=xavier"
     overrides = (
-        f"policy.model_name={tmp_path}/tiny/model",
-        f"data.train.data_path={tmp_path}/tiny/data.jsonl",
         f"nemo_fp8rl.flow={flow}",
         "nemo_fp8rl.refit.transport=collective",
         "policy.generation.vllm_cfg.tensor_parallel_size=2",
-        f"{peft}.enabled=true",
-        f"{peft}.dim=8",
-        f"{peft}.lora_B_init_method=xavier",
+        *(f"policy.megatron_cfg.peft.{key}" for key in peft),
     )
-    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
+    pair = tiny_pair(tmp_path / "tiny", family, *overrides)
     try:
         for _ in range(2):
             pair.refit()

@@ -13,7 +13,7 @@ from nemo_fp8rl.config.policy_schema import PeftConfig
 from nemo_fp8rl.config.typed_tree import to_block
 from nemo_fp8rl.fp8 import FP8, Format, with_lines
 from nemo_fp8rl.fp8.layers import LAYER, Fp8Layers, fused_projections
-from nemo_fp8rl.hf.adapters import FUSED_NAMES, is_adapted
+from nemo_fp8rl.hf.adapters import FUSED_NAMES, gets_adapter
 from nemo_fp8rl.hf.divisibility import pipeline_stages
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
 from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, PEFT
@@ -230,7 +230,7 @@ class Plan:
         known = {name: block[name] for name in COPIED_KEYS[PEFT] if block.get(name) is not None}
         return to_block(known, PeftConfig, f"{PEFT}.")
 
-    def is_adapted(self, weight: Weight) -> bool:
+    def gets_adapter(self, weight: Weight) -> bool:
         """Return whether a weight has an adapter. A linear that Megatron names otherwise goes by its own last name."""
         layer = LAYER.search(weight.name)
         if not (self.peft.enabled and weight.linear and layer):
@@ -238,7 +238,7 @@ class Plan:
         leaf = weight.name.removesuffix(".weight").rpartition(".")[2]
         leaf = FUSED_NAMES.get(leaf, leaf)
         above = "self_attention." if ".self_attn." in weight.name else "mlp." + "experts." * weight.of_expert
-        return is_adapted(f"decoder.layers.{layer[1]}.{above}{IN_MEGATRON.get(leaf, leaf)}", self.peft)
+        return gets_adapter(f"decoder.layers.{layer[1]}.{above}{IN_MEGATRON.get(leaf, leaf)}", self.peft)
 
     # Batches
 

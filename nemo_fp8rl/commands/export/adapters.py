@@ -11,7 +11,14 @@ from typing import Self
 from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.hf.adapter_folder import CONFIG, WEIGHTS, base_digest, read_adapter_folder, stored_adapters, stored_base
+from nemo_fp8rl.hf.adapter_folder import (
+    CONFIG,
+    WEIGHTS,
+    base_digest,
+    read_adapter_folder,
+    read_base_name,
+    read_folder_adapters,
+)
 from nemo_fp8rl.hf.adapters import FUSED_NAMES, LORA_A, LORA_B, Adapters
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -24,7 +31,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
-class ExportedAdapters:
+class CheckpointAdapters:
     """The adapters in a folder of a checkpoint.
 
     folder:   the folder
@@ -69,8 +76,8 @@ class MergedReader:
     A merged weight is W + B A * alpha / rank, computed in float32 and rounded once to the dtype of W.
     """
 
-    def __init__(self, exported: ExportedAdapters) -> None:
-        self.base, self.exported, self.folder = CheckpointReader(exported.base), exported, exported.folder
+    def __init__(self, source: CheckpointAdapters) -> None:
+        self.base, self.source, self.folder = CheckpointReader(source.base), source, source.folder
 
     def __enter__(self) -> Self:
         self.base.__enter__()
@@ -87,28 +94,28 @@ class MergedReader:
 
     def get(self, name: str) -> Tensor:
         weight, module = self.base.get(name), name.removesuffix(".weight")
-        if not self.exported.adapters.adapts(module):
+        if not self.source.adapters.adapts(module):
             return weight
         above, _, leaf = module.rpartition(".")
-        a = self.exported.tensors[f"{above}.{FUSED_NAMES.get(leaf, leaf)}.{LORA_A}.weight"]
-        b = self.exported.tensors[f"{module}.{LORA_B}.weight"]
-        return (weight.float() + (b.float() @ a.float()) * self.exported.adapters.scale).to(weight.dtype)
+        a = self.source.tensors[f"{above}.{FUSED_NAMES.get(leaf, leaf)}.{LORA_A}.weight"]
+        b = self.source.tensors[f"{module}.{LORA_B}.weight"]
+        return (weight.float() + (b.float() @ a.float()) * self.source.adapters.scale).to(weight.dtype)
 
 
-def read_exported(checkpoint: Path) -> ExportedAdapters | None:
+def read_checkpoint_adapters(checkpoint: Path) -> CheckpointAdapters | None:
     """Return the adapters of a checkpoint folder; None where it has weights.
 
     Raises: UserError if the folder is not whole, or if its base is not there or another one
     """
     if (checkpoint / "config.json").is_file() or not (checkpoint / CONFIG).is_file():
         return None
-    name = stored_base(checkpoint)
+    name = read_base_name(checkpoint)
     key = f"{checkpoint / CONFIG}: base_model_name_or_path"
     base = checkpoint_folder(name, key, weights=True)
     if not (base / "config.json").is_file():
         raise UserError(f"{key}={name} is no HF checkpoint folder here; write there where the base is now")
     hf = read_hf_config(base)
-    adapters = stored_adapters(checkpoint, hf)
-    return ExportedAdapters(
+    adapters = read_folder_adapters(checkpoint, hf)
+    return CheckpointAdapters(
         checkpoint, base, adapters, read_adapter_folder(checkpoint, hf, adapters, base_digest(base))
     )

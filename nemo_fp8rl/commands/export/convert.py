@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from safetensors import SafetensorError
 from torch import Tensor
 
-from nemo_fp8rl.commands.export.adapters import MergedReader, read_exported
+from nemo_fp8rl.commands.export.adapters import MergedReader, read_checkpoint_adapters
 from nemo_fp8rl.commands.export.choices import Choices, Place, choose
 from nemo_fp8rl.commands.export.global_scales import ExportedScales
 from nemo_fp8rl.common.atomic_files import check_output, new_folder
@@ -71,25 +71,25 @@ def export(
     output = Path(os.path.abspath(output))
     check_output(output)
     bf16_layers = num_first_layers_in_bf16, num_last_layers_in_bf16, ignored_layer_kws
-    exported = read_exported(checkpoint)
-    if merge and exported is None:
+    adapters = read_checkpoint_adapters(checkpoint)
+    if merge and adapters is None:
         raise UserError(f"--merge: --checkpoint {checkpoint} is no folder of adapters; leave --merge out")
-    place: Place | None = None if exported is None else "merged" if merge else "beside"
+    place: Place | None = None if adapters is None else "merged" if merge else "beside"
     choices = choose(checkpoint, format, scale_format, weight_block, *bf16_layers, place)
-    source = checkpoint if exported is None else exported.base
+    source = checkpoint if adapters is None else adapters.base
     if not (source / "config.json").is_file():
         raise UserError(
             f"--checkpoint {checkpoint} has no config.json; give an HF checkpoint folder{checkpoint_hint(checkpoint)}"
         )
-    if exported and not merge:
-        exported.check_served_beside()
+    if adapters and not merge:
+        adapters.check_served_beside()
     hf = read_hf_config(source)
     fp8_layers = Fp8Layers.none() if choices.is_bf16 else _choose_fp8_layers(hf, choices)
     shapes = expected_tensors(hf)
     config = with_dtype(json.loads((source / "config.json").read_text()), "bfloat16")
     if not choices.is_bf16:
         config["quantization_config"] = _quantization_config(shapes, fp8_layers, choices)
-    with MergedReader(exported) if exported and merge else CheckpointReader(source) as reader:
+    with MergedReader(adapters) if adapters and merge else CheckpointReader(source) as reader:
         reader.check(shapes)
         for name in shapes:
             if reader.dtype(name) != "BF16":
@@ -99,21 +99,21 @@ def export(
         with new_folder(output, (OSError, SafetensorError)) as partial:
             with ShardWriter(partial, _make_specs(shapes, fp8_layers, choices.format)) as writer:
                 _check_space(output, writer.nbytes)
-                scales = ExportedScales(reader, choices, None if exported else checkpoint.parent)
+                scales = ExportedScales(reader, choices, None if adapters else checkpoint.parent)
                 _quantize(reader, shapes, writer, fp8_layers, choices, scales)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             for folder in dict.fromkeys((source, checkpoint)):  # the run's tokenizer is beside its adapters
                 for path in (path for pattern in COPIED_FILES for path in folder.glob(pattern)):
                     (partial / path.name).write_bytes(_read_bytes(path))
-            if exported and not merge:
-                exported.copy_to(partial)
+            if adapters and not merge:
+                adapters.copy_to(partial)
     files = f"{len(writer.files)} files" if len(writer.files) > 1 else "1 file"
     layers = f"{fp8_layers.count} of {hf.num_hidden_layers} layers in {_title(choices.format)}"
     layers = "bfloat16" if choices.is_bf16 else layers
     reason = f", as {choices.recipe} says where no option does" if choices.recipe else ""
     print(f"wrote {output}: {layers}, {decimal(writer.nbytes)} in {files}{reason}")
-    if exported and not merge:
-        print(f"serve it by: {exported.command(output)}")
+    if adapters and not merge:
+        print(f"serve it by: {adapters.command(output)}")
     return True
 
 

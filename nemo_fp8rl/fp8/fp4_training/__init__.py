@@ -1,1 +1,1 @@
-"""What training in FP4 adds to the quantizer: Hadamard transform, stochastic rounding, estimator, outliers."""
+"""Parts of training in FP4: Hadamard transform, stochastic rounding, gradient estimator, outliers."""

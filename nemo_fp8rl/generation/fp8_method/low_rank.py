@@ -29,20 +29,11 @@ class LowRankLinear:
     is_aligned: bool
     shares_tokens: bool
 
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
-        super().create_weights(layer, *sizes, params_dtype, **extra)  # type: ignore[misc]
-        layer.lora_A = torch.zeros(self.adapters.rank, input_size_per_partition, dtype=params_dtype)
-        layer.lora_B = torch.zeros(sum(output_partition_sizes), self.adapters.rank, dtype=params_dtype)
+    def create_weights(self, layer: Any, **sizes: Any) -> None:
+        super().create_weights(layer, **sizes)  # type: ignore[misc]
+        rows, columns = sum(sizes["output_partition_sizes"]), sizes["input_size_per_partition"]
+        layer.lora_A = torch.zeros(self.adapters.rank, columns, dtype=sizes["params_dtype"])
+        layer.lora_B = torch.zeros(rows, self.adapters.rank, dtype=sizes["params_dtype"])
         self.shares_tokens = isinstance(layer, RowParallelLinear) and layer.tp_size > 1
         if self.shares_tokens:
             layer.reduce_results = False  # vLLM's forward then returns what `apply` returns
@@ -56,7 +47,7 @@ class LowRankLinear:
         return expand_adapter(y, h, layer.lora_B, self.adapters.scale, self.is_aligned)
 
     def _sum(self, layer: Any, part: Tensor) -> Tensor:
-        """Return the sum over ranks, in the order that `shared_ops.row_parallel` has."""
+        """Return the sum of a part over ranks; an aligned engine adds as `shared_ops.row_parallel` does."""
         if self.is_aligned:
             from nemo_fp8rl.ops.rank_sum import UNORDERED_RANKS, sum_in_rank_order
 
@@ -76,21 +67,14 @@ class ExpertAdapters:
     adapters: Adapters
     stacks: tuple[str, ...]
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra: Any,
-    ) -> None:
-        size, rank = intermediate_size_per_partition, self.adapters.rank
-        super().create_weights(layer, num_experts, hidden_size, size, params_dtype, **extra)  # type: ignore[misc]
-        for name, rows, columns in (("w13", 2 * size, hidden_size), ("w2", hidden_size, size)):
+    def create_weights(self, layer: Any, **sizes: Any) -> None:
+        super().create_weights(layer, **sizes)  # type: ignore[misc]
+        hidden, size = sizes["hidden_size"], sizes["intermediate_size_per_partition"]
+        experts, rank, dtype = sizes["num_experts"], self.adapters.rank, sizes["params_dtype"]
+        for name, rows, columns in (("w13", 2 * size, hidden), ("w2", hidden, size)):
             if name in self.stacks:
-                setattr(layer, f"{name}_lora_A", torch.zeros(num_experts, rank, columns, dtype=params_dtype))
-                setattr(layer, f"{name}_lora_B", torch.zeros(num_experts, rows, rank, dtype=params_dtype))
+                setattr(layer, f"{name}_lora_A", torch.zeros(experts, rank, columns, dtype=dtype))
+                setattr(layer, f"{name}_lora_B", torch.zeros(experts, rows, rank, dtype=dtype))
 
 
 class LoopAdapters(ExpertAdapters):
@@ -170,6 +154,6 @@ def with_expert_adapters(method: Any, adapters: Adapters, prefix: str) -> Any:
 def _mix(method: Any, mixin: type, attributes: dict[str, Any]) -> Any:
     """Return the method with the mixin; the class keeps its name, by which vLLM chooses loaders."""
     kind = type(method)
-    mixed: Any = object.__new__(type(kind.__name__, (mixin, kind), attributes))
-    vars(mixed).update(vars(method))
-    return mixed
+    adapter_method: Any = object.__new__(type(kind.__name__, (mixin, kind), attributes))
+    vars(adapter_method).update(vars(method))
+    return adapter_method

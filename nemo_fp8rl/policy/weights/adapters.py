@@ -40,9 +40,8 @@ def init_adapters(model: nn.Module, layout: Layout, peft: PeftConfig, seed: int)
     def draw(name: str) -> Tensor:
         shape = shapes[name]
         method = peft.lora_A_init_method if f".{LORA_A}." in name else peft.lora_B_init_method
-        values = FIRST_VALUES[method](
-            torch.empty(shape), torch.Generator().manual_seed(Random(f"{seed} {name}").getrandbits(63))
-        )
+        generator = torch.Generator().manual_seed(Random(f"{seed} {name}").getrandbits(63))
+        values = FIRST_VALUES[method](torch.empty(shape), generator)
         return values[region_slices(layout.region(name, shape))]
 
     _assign(model, layout, draw)

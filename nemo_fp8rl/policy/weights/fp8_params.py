@@ -42,22 +42,21 @@ def refit_views(
     if not quantized:
         yield from hf_views(layout, lambda name: parameters[name].detach())
         return
-    last: list[BlockScaled | None] = [None]
+    weight: BlockScaled | None = None  # of the parameter that `hf_views` asked for last, whose parts it yields next
 
     def data(name: str) -> Tensor:
-        last[0] = quantized.get(name)
-        return parameters[name].detach() if last[0] is None else last[0].data
+        nonlocal weight
+        weight = quantized.get(name)
+        return parameters[name].detach() if weight is None else weight.data
 
     def scales(name: str) -> Tensor:
         """Return one row of scales for each row of the weight, so that both are cut alike."""
-        weight = quantized.get(name)
         if weight is None:
             return parameters[name].detach()
         return repeat_rows(weight.scale_inv, weight.block[0], weight.data.size(-2))
 
     pairs = zip(hf_views(layout, data), hf_views(layout, scales), strict=True)
     for (name, part), (_, rows) in pairs:
-        weight = last[0]
         if weight is None:
             yield name, part
         else:

@@ -5,14 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.fp8 import KvScales, can_vllm_read_fp8_cache
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.refit.manifest import RefitError
-from tests.conftest import RECIPES, SMALL
-from tests.generation.pair import GREEDY, Pair, outputs
+from tests.generation.pair import GREEDY, Pair, outputs, tiny_pair
 
 CASES = [
     ("qwen3", "fp8_e2e", "vllm"),
@@ -25,18 +22,8 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def pair(request, tmp_path_factory):
     family, flow, align = request.param
-    folder = tmp_path_factory.mktemp(family) / "tiny"
-    make_tiny(folder, "add", 0, family)
-    overrides = (
-        f"policy.model_name={folder}/model",
-        f"data.train.data_path={folder}/data.jsonl",
-        f"nemo_fp8rl.flow={flow}",
-        f"nemo_fp8rl.align={align}",
-        "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
-        "policy.megatron_cfg.optimizer.lr=0.002",
-        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-    )
-    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *overrides]))
+    overrides = f"nemo_fp8rl.flow={flow}", f"nemo_fp8rl.align={align}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
+    pair = tiny_pair(tmp_path_factory.mktemp(family) / "tiny", family, *overrides)
     yield pair
     pair.close()
 

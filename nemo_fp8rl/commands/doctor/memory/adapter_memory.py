@@ -36,7 +36,7 @@ def _sizes(plan: Plan, layers: Iterable[int], tensor: int, expert_tensor: int) -
     dense = experts = 0.0
     for layer in layers:
         fused_before = set()
-        for weight in filter(plan.is_adapted, plan.shape.layer(layer)):
+        for weight in filter(plan.gets_adapter, plan.shape.layer(layer)):
             above, _, leaf = weight.name.removesuffix(".weight").rpartition(".")
             fused = above, FUSED_NAMES.get(leaf, leaf)
             ranks = expert_tensor if weight.of_expert else tensor
