@@ -44,7 +44,7 @@ with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
 
     from nemo_fp8rl.policy import layer_specs, model
     from nemo_fp8rl.policy.layers import aligned_experts, aligned_layers, linears
-    from nemo_fp8rl.policy.worker import MegatronWorker
+    from nemo_fp8rl.policy.rank.worker import MegatronWorker
 
 TASK = "chain"
 Piece = Callable[[], AbstractContextManager[Any]]

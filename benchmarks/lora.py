@@ -27,9 +27,9 @@ from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.optimizer import optimizer_parts
+from nemo_fp8rl.policy.optimizer.builders import optimizer_parts
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.weights.optimizer_state import MOMENTS, state_slices
-from nemo_fp8rl.policy.worker import MegatronWorker
 
 FLOWS = ("bf16", "fp8_e2e", "nvfp4_a16_e2e")
 ADAPTERS = (

@@ -31,7 +31,7 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import LossTotals, RolloutBatch
 from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
 FLOWS = {"bf16": ("bf16", False), "FP8": ("fp8_e2e", False), "FP8, fp8_param": ("fp8_e2e", True)}

@@ -64,7 +64,7 @@ def batch(windows: torch.Tensor) -> RolloutBatch:
 def learn(folder: Path, family: str, flow: str, seed: int, steps: int) -> dict[str, Any]:
     """Train, and return the loss of every step in nats per byte and the final validation loss."""
     with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
-        from nemo_fp8rl.policy.worker import MegatronWorker
+        from nemo_fp8rl.policy.rank.worker import MegatronWorker
 
         model = folder / f"{family}_{seed}"
         if not model.exists():

@@ -84,7 +84,7 @@ WITHOUT_TORCH = (
     "data.rewards",
 )
 """What reads a recipe; these answer before torch would be loaded."""
-HEAVY = "nemo_fp8rl.policy.worker"
+HEAVY = "nemo_fp8rl.policy.rank.worker"
 
 RECORD = """
 import json, sys

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.gates import GateConfig
-from nemo_fp8rl.common.field_rules import ABOVE_0, MAY_CHANGE, Block, EarlierRuns, MayChange, NemoRl, Range
+from nemo_fp8rl.common.field_rules import ABOVE_0, AT_LEAST_0, MAY_CHANGE, Block, EarlierRuns, MayChange, NemoRl, Range
 from nemo_fp8rl.fp8 import FLOW_FORMATS, FP8, Format, ScaleFormat, with_lines
 from nemo_fp8rl.fp8.names import Backward, Estimator
 
@@ -77,6 +77,16 @@ class NoiseConfig(Block):
 
 
 @dataclass(frozen=True)
+class SharpnessConfig(Block):
+    """Sharpness of the loss over the logits (arXiv 2405.18710): its rise at the worst point of a small box."""
+
+    period: Annotated[int, AT_LEAST_0, MAY_CHANGE, EarlierRuns(0)] = 0
+    """Steps between measurements; 0 never measures."""
+    epsilon: Annotated[float, ABOVE_0, MAY_CHANGE, EarlierRuns(5e-4)] = 5e-4
+    """Half the side of the box, of a logit x in units of |x| + 1."""
+
+
+@dataclass(frozen=True)
 class Fp8RlConfig(Block):
     """Keys that NeMo RL does not have."""
 
@@ -120,6 +130,10 @@ class Fp8RlConfig(Block):
     """Rollout correction beyond loss_fn's keys; null follows these."""
     gates: Annotated[tuple[GateConfig, ...], MayChange("a run that a gate stopped can go on")] = ()
     """Limits on the mismatch of trainer and engine."""
+    grad_reduce: Annotated[Literal["auto", "fp8"], EarlierRuns("auto")] = "auto"
+    """Bytes of gradients between data-parallel ranks. auto: as policy.megatron_cfg.distributed_data_parallel_config;
+    fp8: blocks of 128 values in FP8, summed in float32 in the order of ranks."""
+    sharpness: SharpnessConfig = field(default_factory=SharpnessConfig)
     mismatch_alarm: Annotated[Literal["warn", "stop", "none"], MAY_CHANGE] = "warn"
     """Action at a step whose mismatch is larger than its precision explains. warn: one line on stderr and in the log;
     stop: end the run; none: nothing."""

@@ -35,10 +35,13 @@ class TokenizerConfig(Block):
     """Variables of the chat template."""
 
 
+MomentDtype = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
 @dataclass(frozen=True)
 class OptimizerConfig(Block):
     optimizer: Annotated[Literal["adam"], NEMO_RL] = "adam"
-    """AdamW with a float32 master."""
+    """AdamW."""
     lr: Annotated[float, ABOVE_0, NEMO_RL] = 1e-6
     """Learning rate after the warm-up."""
     min_lr: Annotated[float, AT_LEAST_0, NEMO_RL] = 0.0
@@ -53,12 +56,28 @@ class OptimizerConfig(Block):
     """Added to the root of the second moment."""
     clip_grad: Annotated[float, AT_LEAST_0, NEMO_RL] = 1.0
     """Largest norm of the gradient; 0 does not clip."""
+    use_precision_aware_optimizer: Annotated[bool, EarlierRuns(False), NEMO_RL] = False
+    """Keep the optimizer's state in the dtypes below. false: all of it is float32."""
+    exp_avg_dtype: Annotated[MomentDtype, EarlierRuns("fp32"), NEMO_RL] = "fp32"
+    """Dtype of the first moment between steps."""
+    exp_avg_sq_dtype: Annotated[MomentDtype, EarlierRuns("fp32"), NEMO_RL] = "fp32"
+    """Dtype of the second moment between steps."""
+    main_params_dtype: Annotated[Literal["fp32", "fp16"], EarlierRuns("fp32"), NEMO_RL] = "fp32"
+    """Dtype of master weights. fp16 needs lr of 1e-5 or more, because smaller updates are lost in its rounding."""
+    store_param_remainders: Annotated[bool, EarlierRuns(True), NEMO_RL] = True
+    """Keep of an fp32 master only the 16 bits that the bfloat16 weight lacks. This is exact."""
 
 
 @dataclass(frozen=True)
 class SchedulerConfig(Block):
-    lr_decay_style: Annotated[Literal["constant", "linear", "cosine"], NEMO_RL] = "constant"
-    """Shape of the decay."""
+    lr_decay_style: Annotated[Literal["constant", "linear", "cosine", "WSD"], NEMO_RL] = "constant"
+    """Shape of the decay. WSD: constant, with a decay in the last lr_wsd_decay_iters steps."""
+    lr_wsd_decay_iters: Annotated[int | None, ABOVE_0, EarlierRuns(None), NEMO_RL] = None
+    """Steps of the decay of WSD, the last of lr_decay_iters."""
+    lr_wsd_decay_style: Annotated[
+        Literal["exponential", "linear", "cosine", "minus_sqrt"], EarlierRuns("exponential"), NEMO_RL
+    ] = "exponential"
+    """Shape of the decay of WSD."""
     lr_decay_iters: Annotated[int, ABOVE_0, NEMO_RL] = 1000
     """Steps to min_lr."""
     lr_warmup_iters: Annotated[int, AT_LEAST_0, NEMO_RL] = 0
@@ -67,6 +86,16 @@ class SchedulerConfig(Block):
     """Learning rate at the start of the warm-up."""
     per_rollout: Annotated[bool, EarlierRuns(False)] = False
     """Advance once a rollout, after its optimizer steps (ours). NeMo RL does so. false: before every optimizer step."""
+
+
+@dataclass(frozen=True)
+class DdpConfig(Block):
+    """How data-parallel ranks sum gradients."""
+
+    grad_reduce_in_fp32: Annotated[bool, EarlierRuns(True), NEMO_RL] = True
+    """Accumulate and send gradients in float32. false: in policy.precision."""
+    reduce_scatter_with_fp32_accumulation: Annotated[bool, EarlierRuns(False), NEMO_RL] = False
+    """Send gradients in policy.precision and sum them in float32. This needs grad_reduce_in_fp32=false."""
 
 
 AdapterInit = Literal["xavier", "kaiming", "normal", "zero"]
@@ -128,6 +157,7 @@ class MegatronConfig(Block):
     """Environment variables of the ranks. With cluster.backend=in_process they are the run's."""
     peft: PeftConfig = field(default_factory=PeftConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    distributed_data_parallel_config: DdpConfig = field(default_factory=DdpConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
 

@@ -1,5 +1,5 @@
-"""The pages docs/config.md and docs/config_policy.md, made from the blocks of a recipe: all keys with type, default,
-range and meaning, and whether a run may change them when it resumes.
+"""The pages docs/config*.md, made from the blocks of a recipe: all keys with type, default, range and meaning, and
+whether a run may change them when it resumes.
 
     python -m nemo_fp8rl.config.reference docs
 
@@ -30,10 +30,17 @@ POLICY = f"""# Keys of the block policy
 Model, trainer and engines; the other blocks are in [config.md](config.md).
 
 {RULES}"""
+FP8RL = f"""# Keys of the block nemo_fp8rl
+
+Precision on both sides, the refit, rollout correction and gates: keys that NeMo RL does not have. The other blocks are
+in [config.md](config.md).
+
+{RULES}"""
 OTHERS = f"""# Keys of a recipe
 
-Keys of `nemo-fp8rl train`, a table a block; the block `policy` is in [config_policy.md](config_policy.md). Most are
-NeMo RL's, with its meanings; for recipes of NeMo RL itself see [nemo_rl.md](nemo_rl.md).
+Keys of `nemo-fp8rl train`, a table a block; the block `policy` is in [config_policy.md](config_policy.md), the block
+`nemo_fp8rl` in [config_fp8rl.md](config_fp8rl.md). Most are NeMo RL's, with its meanings; for recipes of NeMo RL itself
+see [nemo_rl.md](nemo_rl.md).
 
 {RULES}"""
 SENTENCE = re.compile(r"(.+?)[.:](?=\s|$)")
@@ -43,8 +50,10 @@ def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     tables = list(_tables(Config, "", may_change=False))
     policy = [table for table in tables if table.startswith("## `policy")]
-    others = [table for table in tables if table not in policy]
-    return {"config.md": "\n".join([OTHERS, *others]), "config_policy.md": "\n".join([POLICY, *policy])}
+    fp8rl = [table for table in tables if table.startswith("## `nemo_fp8rl")]
+    others = [table for table in tables if table not in (*policy, *fp8rl)]
+    texts = {"config.md": [OTHERS, *others], "config_policy.md": [POLICY, *policy], "config_fp8rl.md": [FP8RL, *fp8rl]}
+    return {name: "\n".join(parts) for name, parts in texts.items()}
 
 
 def meanings(block: type) -> dict[str, str]:

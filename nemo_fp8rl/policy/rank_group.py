@@ -1,6 +1,6 @@
 """The driver of the training ranks: `MegatronPolicy` calls one `MegatronWorker` per rank.
 
-The ranks run in this process or as Ray actors; `worker.py` has the Megatron code of one rank.
+The ranks run in this process or as Ray actors; `rank/worker.py` has the Megatron code of one rank.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -20,9 +20,9 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy.interface import SHARED_FOLDER_HINT, DivergenceError, Loss, PolicyDescription
+from nemo_fp8rl.policy.rank.worker import MegatronWorker, RankInfo
 from nemo_fp8rl.policy.weights.layout import check_layout
 from nemo_fp8rl.policy.weights.norm_noise import NormNoise
-from nemo_fp8rl.policy.worker import MegatronWorker, RankInfo
 from nemo_fp8rl.refit.interface import Addresses, Transport
 from nemo_fp8rl.refit.manifest import Sources
 from nemo_fp8rl.refit.reports import SendReport

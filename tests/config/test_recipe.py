@@ -220,7 +220,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(refusal, override, k
         (
             "policy.megatron_cfg.scheduler.quux=1",
             "policy.megatron_cfg.scheduler.quux",
-            "lr_decay_style, lr_decay_iters",
+            "lr_decay_style, lr_wsd_decay_iters",
         ),
         ("quux.seed=1", "quux", "policy, data, grpo"),
         ("__pydantic_config__=1", "__pydantic_config__", "policy, data, grpo"),

@@ -1,4 +1,4 @@
-"""docs/config.md and docs/config_policy.md against the blocks of a recipe."""
+"""docs/config.md, docs/config_policy.md and docs/config_fp8rl.md against the blocks of a recipe."""
 
 from pathlib import Path
 

@@ -19,6 +19,6 @@ def own_gpu(rank: int) -> None:
 
     assert fake_kernels.install()
     fake_kernels.permute_by_torch()
-    from nemo_fp8rl.policy import worker
+    from nemo_fp8rl.policy.rank import worker
 
-    worker._check_gpu_policy = lambda *_: None  # experts in float32 are refused for TF32, which nothing here has
+    worker.check_gpu_policy = lambda *_: None  # experts in float32 are refused for TF32, which nothing here has

@@ -22,8 +22,8 @@ from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
-from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.manifest import RefitError, Sources
 from nemo_fp8rl.refit.reports import RefitReport
 from tests.batches import loss_totals

@@ -12,7 +12,7 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.ops import alignment
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from tests.batches import loss_totals, rollout_batch
 from tests.conftest import RECIPES, SMALL
 

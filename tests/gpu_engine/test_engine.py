@@ -9,7 +9,7 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.rollout.step_metrics import known_route_share
 from tests.batches import loss_totals
 from tests.conftest import RECIPES, SMALL

@@ -15,7 +15,7 @@ from nemo_fp8rl.generation.fp8_method.shared_ops.experts import SharedFp8MoEMeth
 from nemo_fp8rl.ops import alignment
 from nemo_fp8rl.ops.experts import choose_experts
 from nemo_fp8rl.policy.layers.shared_ops import dense_layers
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from tests.conftest import RECIPES, SMALL
 from tests.gpu_engine.test_aligned_ranks import in_parts, interpret_kernels
 from tests.gpu_engine.test_aligned_trainer import make_batch

@@ -10,7 +10,7 @@ from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.ops import alignment
 from nemo_fp8rl.policy.layers.shared_ops.experts import SharedMoELayer
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from tests.batches import loss_totals
 from tests.conftest import RECIPES, SMALL
 from tests.gpu_engine.test_aligned_trainer import make_batch

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import RolloutBatch, split_shards
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from tests.batches import loss_totals
 
 worker = MegatronWorker()

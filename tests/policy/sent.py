@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
 
 

@@ -7,7 +7,7 @@ import torch
 
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from tests.policy import ranks
 from tests.policy.test_worker import new_worker, random_batch, train
 

@@ -14,7 +14,7 @@ from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.policy.layers import logprobs
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.layers.logprobs import TokenFilter, filter_logits
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from tests.batches import loss_totals, rollout_batch
 from tests.policy.sent import sent_tensors
 
@@ -134,7 +134,7 @@ def test_the_reference_policy_waits_in_pinned_memory(recipe, tmp_path, fp8_param
     worker.setup(cfg, 0, 1, None)
     try:
         assert not torch.empty(1).is_pinned()
-        assert all(tensor.is_pinned() for tensor in worker.reference)
+        assert all(tensor.is_pinned() for tensor in worker.reference.first_weights)
         before = worker.logprobs(random_batch())
         worker.train_step(random_batch(), NllLoss(), loss_totals(4.0, 128.0))
         assert not torch.equal(worker.logprobs(random_batch()), before)

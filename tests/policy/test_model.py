@@ -19,9 +19,9 @@ from nemo_fp8rl.policy.layers.linears import bf16_linears
 from nemo_fp8rl.policy.layers.rope import read_rope
 from nemo_fp8rl.policy.model import transformer_config
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.weights import checkpoint, hf_names
 from nemo_fp8rl.policy.weights.hf_names import to_hf
-from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.conftest import LLAMA3_ROPE, YARN
 from tests.policy.sent import sent_tensors
 

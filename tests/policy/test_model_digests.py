@@ -9,7 +9,7 @@ from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy.model_digests import model_digests
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.run.directory import RunDirectory
 from tests.policy.test_worker import random_batch, train
 from tests.run.test_directory import FakePolicy

@@ -18,8 +18,8 @@ from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.storage.part_files import PartReader
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.weights.checkpoint import load_hf
-from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.refit.digest import digest_of
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
 from nemo_fp8rl.refit.message import Content

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_fp8rl.policy.process_groups import start_process_groups
+from nemo_fp8rl.policy.rank.process_groups import start_process_groups
 
 sockets: list[socket.socket] = []
 """The socket at which the ranks meet, in rank 0's process."""

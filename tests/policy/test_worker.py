@@ -18,10 +18,10 @@ from nemo_fp8rl.common.region import full_region
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.storage.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.interface import DivergenceError
-from nemo_fp8rl.policy.optimizer import check_finite
+from nemo_fp8rl.policy.optimizer.builders import check_finite
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.policy.weights.hf_names import to_hf
-from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.batches import loss_totals, rollout_batch
 
 

@@ -17,7 +17,7 @@ from nemo_fp8rl.batch import RolloutBatch, split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.process_groups import start_process_groups
+from nemo_fp8rl.policy.rank.process_groups import start_process_groups
 from nemo_fp8rl.refit.digest import digest_of
 from tests.batches import loss_totals, rollout_batch
 from tests.policy import ranks

@@ -9,9 +9,9 @@ from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.model import PolicyModel, build_model, transformer_config
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.process_groups import make_layout
+from nemo_fp8rl.policy.rank.process_groups import make_layout
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.weights.hf_names import to_hf
-from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.transformer_engine.fake_kernels import fake_hopper
 from tests.transformer_engine.test_worker import SIZES
 

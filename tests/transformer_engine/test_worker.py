@@ -18,9 +18,9 @@ from nemo_fp8rl.batch import RolloutBatch
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.process_groups import start_process_groups
+from nemo_fp8rl.policy.rank.process_groups import start_process_groups
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.weights.optimizer_state import _adam_step_counts, _set_steps
-from nemo_fp8rl.policy.worker import MegatronWorker
 from tests.batches import loss_totals, rollout_batch
 from tests.conftest import HALF_HEADS
 from tests.policy.sent import sent_tensors

@@ -24,7 +24,7 @@ from torch import Tensor
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import shape_of, start_of
 from nemo_fp8rl.hf.storage.part_files import PartReader, PartWriter
-from nemo_fp8rl.policy.optimizer import optimizer_parts
+from nemo_fp8rl.policy.optimizer.builders import optimizer_parts
 from nemo_fp8rl.policy.weights.adapter_names import trained_tensors
 from nemo_fp8rl.policy.weights.checkpoint import assemble_on_first
 from nemo_fp8rl.policy.weights.flat_slices import locate_rows, slice_boxes

@@ -14,7 +14,7 @@ from nemo_fp8rl.generation.engine_checks import check_for_driver, check_machine
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.ops import alignment
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache, make_kv_cache
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from tests.policy import ranks
 from tests.policy.test_worker import new_worker, random_batch
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from nemo_fp8rl.batch import pack_by_tokens, token_coordinates
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.layers.aligned_layers import AlignedAttention
+from nemo_fp8rl.policy.rank.worker import RankInfo
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
-from nemo_fp8rl.policy.worker import RankInfo
 from tests.policy.layers.test_routing_replay import random_routes
 from tests.policy.ranks import logprobs_and_norm
 from tests.policy.test_worker import new_worker, random_batch, train

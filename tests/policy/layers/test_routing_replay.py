@@ -7,7 +7,7 @@ import torch
 
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.commands.tiny_model import write_model
-from nemo_fp8rl.policy.worker import MegatronWorker
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from tests.batches import loss_totals
 from tests.policy.ranks import logprobs_and_norm
 from tests.policy.test_worker import new_worker, random_batch

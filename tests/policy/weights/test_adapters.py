@@ -20,8 +20,8 @@ from nemo_fp8rl.hf.adapters import is_adapter
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
-from nemo_fp8rl.policy.worker import MegatronWorker
 from nemo_fp8rl.run.directory import RunDirectory
 from tests.conftest import RECIPES
 from tests.policy.test_worker import random_batch, train

@@ -3,7 +3,7 @@
 With colocated engines NeMo RL moves the trainer's memory to the host while engines generate, and everything except the
 parameters during a refit (`refit_policy_generation` in
 https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/algorithms/grpo.py). The package's workers do the same
-(`policy/offload.py`). `trainer_memory.resident_bytes` counts the rest.
+(`policy/rank/offload.py`). `trainer_memory.resident_bytes` counts the rest.
 """
 
 from collections.abc import Iterable, Iterator

@@ -17,7 +17,7 @@ Sources:
   https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py).
 - Activations: what each kind of layer keeps for its backward (`models/layer_kinds.py`), bfloat16 throughout, experts
   balanced.
-- The package's workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer.py`),
+- The package's workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer/`),
   recompute whole layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and keep
   the bytes that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
 - With low-rank adapters only these have gradients and an optimizer's state: 14 bytes a parameter between steps, 18 in

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,31 +22,27 @@ from nemo_fp8rl.algorithms.loss import combine_metrics
 from nemo_fp8rl.algorithms.quantization_error import SquaresByGroup
 from nemo_fp8rl.batch import LossTotals, RolloutBatch, SequenceBatch
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.machine import instructions
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.fp8 import FP8, FP8_TOKENS, KvScales, kernels
+from nemo_fp8rl.fp8 import FP8, FP8_TOKENS, KvScales
 from nemo_fp8rl.fp8.fp4_training.random_bits import GradientBits
 from nemo_fp8rl.fp8.kv_scales import CalibrationError
 from nemo_fp8rl.hf.adapters import adapter_tensors, is_adapter, read_adapters
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
-from nemo_fp8rl.hf.shared_operations import operation_shapes
 from nemo_fp8rl.ops.alignment import choose_alignment
 from nemo_fp8rl.policy.interface import Loss, PolicyDescription
-from nemo_fp8rl.policy.layer_specs import trainer_fingerprint
-from nemo_fp8rl.policy.layers.attention import CoreAttention
 from nemo_fp8rl.policy.layers.kv_cache import make_kv_cache
-from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer, freeze_base, give_gradient_bits
-from nemo_fp8rl.policy.layers.low_rank import AdapterState
+from nemo_fp8rl.policy.layers.linears import freeze_base, give_gradient_bits
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, check_gpu_policy, transformer_config
-from nemo_fp8rl.policy.offload import Offload, copy_to_host
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.optimizer import build_ddp, build_optimizer, build_scheduler, check_finite
-from nemo_fp8rl.policy.pipeline import Pipeline
-from nemo_fp8rl.policy.process_groups import destroy_process_groups, make_layout, start_process_groups
-from nemo_fp8rl.policy.weights.fp8_params import is_fp8
+from nemo_fp8rl.policy.optimizer.builders import build_ddp, build_optimizer, build_scheduler, check_finite
+from nemo_fp8rl.policy.rank.description import describe_rank
+from nemo_fp8rl.policy.rank.offload import Offload
+from nemo_fp8rl.policy.rank.pipeline import Pipeline
+from nemo_fp8rl.policy.rank.process_groups import destroy_process_groups, make_layout, start_process_groups
+from nemo_fp8rl.policy.rank.reference_policy import ReferencePolicy
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
 from nemo_fp8rl.policy.weights.norm_noise import NormNoise
 from nemo_fp8rl.policy.weights.optimizer_state import count_adam_steps
@@ -78,6 +74,7 @@ class MegatronWorker:
 
     listener: socket.socket | None = None
     """The socket at which the ranks meet; rank 0 has it between `rendezvous` and `setup`."""
+    description: PolicyDescription | None = None
     has_borrowed_parameters = False
     """True while a push uses parameters that were offloaded before it and are offloaded again after it."""
 
@@ -136,39 +133,13 @@ class MegatronWorker:
         self.pipeline = Pipeline(
             cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, token_multiple, alignment
         )
-        if cfg.loss_fn.reference_policy_kl_penalty and not adapters:  # on the host: it is read only once per step
-            self.reference = [copy_to_host(tensor) for tensor in self.rank_weights.storage_tensors()]
+        self.reference = ReferencePolicy(cfg, self.rank_weights, self.offload, self.model.adapters, self.kv_cache)
         is_first = layout.tensor.rank == layout.context.rank == 0
         return RankInfo(shard=layout.data.rank, is_reporter=layout.is_last_stage and is_first)
 
     def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
-        """Return `logprobs` under the weights of policy.model_name, which replace the trainer's during the call.
-
-        They use neither the engine's choice of experts nor its FP8 cache, because both follow the policy. With adapters
-        these weights are the base, which is there.
-        """
-        tokens = SequenceBatch(input_ids=batch.input_ids, input_lengths=batch.input_lengths)
-        if self.model.adapters is not None:
-            return self._logprobs_of_base(tokens, self.model.adapters)
-        self.offload.restore_parameters()
-        present = self.rank_weights.storage_tensors()
-        # where gradients and optimizer state are not offloaded, a GPU may have no room for a second copy
-        backup_device = None if self.cfg.policy.megatron_cfg.offload_between_phases else "cpu"
-        backup = [tensor.to(backup_device, copy=True) for tensor in present]
-        with self.kv_cache.without_rounding() if self.kv_cache is not None else nullcontext():
-            try:
-                torch._foreach_copy_(present, self.reference)  # in place, because they are views of Megatron's buffers
-                return self._clean_logprobs(tokens, filter_tokens=False)
-            finally:
-                torch._foreach_copy_(present, backup)
-
-    def _logprobs_of_base(self, tokens: SequenceBatch, adapters: AdapterState) -> Tensor:
-        adapters.is_enabled = False
-        with self.kv_cache.without_rounding() if self.kv_cache is not None else nullcontext():
-            try:
-                return self._clean_logprobs(tokens, filter_tokens=False)
-            finally:
-                adapters.is_enabled = True
+        """Return `logprobs` under the weights of policy.model_name."""
+        return self.reference.logprobs(batch, partial(self._clean_logprobs, filter_tokens=False))
 
     def logprobs(self, batch: SequenceBatch, filter_tokens: bool = True) -> Tensor:
         """Return the log-probs of the tokens, float32 [B, T]: 0 at position 0, arbitrary at padding.
@@ -247,32 +218,9 @@ class MegatronWorker:
 
     def describe(self) -> PolicyDescription:
         """Return what this rank chose for its machine."""
-        kinds = Fp8MatmulLayer, CoreAttention
-        layers = (module for module in self.model.modules() if isinstance(module, kinds))
-        rounding = None if self.kv_cache is None else self.kv_cache.rounding
-        return PolicyDescription(
-            kernels=frozenset(layer.kernel_name for layer in layers if layer.kernel_name),
-            quantizers=frozenset(filter(None, [self._quantizer()])),
-            alignments=frozenset([choose_alignment(self.cfg.nemo_fp8rl)]),
-            cache_roundings=frozenset(filter(None, [rounding])),
-            instruction_sets=frozenset([instructions()]),
-            fingerprint=self._fingerprint,
-        )
-
-    @cached_property
-    def _fingerprint(self) -> frozenset[tuple[str, str]]:
-        """The fingerprint of the shared operations, empty where this rank computes by others."""
-        if choose_alignment(self.cfg.nemo_fp8rl) != "shared_ops":
-            return frozenset()
-        return trainer_fingerprint(operation_shapes(self.hf, self.cfg), next(self.model.parameters()).device)
-
-    def _quantizer(self) -> str:
-        """Name what quantizes the weights of this rank for a refit; "" without FP8 engines."""
-        if not self.cfg.nemo_fp8rl.quantizes_rollout:
-            return ""
-        if any(map(is_fp8, self.model.parameters())):
-            return "none: weights are sent as they are held"
-        return kernels.describe(kernels.resolve("auto", "cuda" if self.on_gpu() else "cpu"))
+        if self.description is None:
+            self.description = describe_rank(self.cfg, self.hf, self.model, self.kv_cache)
+        return self.description
 
     def on_gpu(self) -> bool:
         return torch.cuda.is_available()

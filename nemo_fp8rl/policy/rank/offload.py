@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.optimizer import optimizer_parts
+from nemo_fp8rl.policy.optimizer.builders import optimizer_parts
 from nemo_fp8rl.policy.weights.fp8_params import drop_columns, make_columns, row_tensors
 
 

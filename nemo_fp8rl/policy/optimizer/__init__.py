@@ -1,0 +1,1 @@
+"""Gradient buffers, the optimizer and the schedule of a rank."""
