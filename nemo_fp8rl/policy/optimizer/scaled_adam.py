@@ -33,7 +33,7 @@ def choose_scale(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     low, high = torch.aminmax(values)
     scale = (torch.maximum(-low, high) / LARGEST[dtype]).view(1)
     reciprocal = scale.reciprocal()
-    is_zero = reciprocal.isposinf()  # a NaN stays one
+    is_zero = reciprocal.isinf()  # a NaN stays one
     return torch.where(is_zero, 1.0, scale), torch.where(is_zero, 0.0, reciprocal)
 
 
