@@ -101,9 +101,9 @@ class FiniteFusedAdam(FusedAdam):
         for state in self.state.values():
             for name, stored in state.items():
                 if _is_fp8(stored):
-                    stored._data = stored._data.to(device)
+                    stored._data = stored._data.to(device=device)
                 else:
-                    state[name] = stored.to(device)
+                    state[name] = stored.to(device=device)
 
 
 def _is_fp8(stored: Any) -> bool:

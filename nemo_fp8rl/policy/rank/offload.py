@@ -100,7 +100,7 @@ def move_states(part: Any, device: str) -> None:
     if not steps_weights(part):
         for group in part.optimizer.param_groups:
             for master in group["params"]:
-                master.data = master.data.to(device)
+                master.data = master.data.to(device=device)
     part.optimizer.move(device)
     torch.cuda.empty_cache()
 
