@@ -63,9 +63,9 @@ def test_l_bfgs_b_finds_the_same_maximum(epsilon):
             value = phi((row + sides * place)[None], row, target).squeeze()
             return float(value.detach()), torch.autograd.grad(value, place)[0].numpy()
 
-        _, slope = rise(np.zeros(V))
+        scale = np.abs(rise(np.zeros(V))[1]).max()
         best = optimize.minimize(
-            lambda u, rise=rise, scale=abs(slope).max(): [-x / scale for x in rise(u)],
+            lambda u, rise=rise, scale=scale: [-x / scale for x in rise(u)],
             np.zeros(V),
             jac=True,
             method="L-BFGS-B",
