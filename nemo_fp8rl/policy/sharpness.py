@@ -4,7 +4,7 @@
 
 This is the measure of Keskar et al. (arXiv 1609.04836) with the logits of a token as its variables (arXiv 2405.18710).
 Both look for the maximum with an optimizer. It has a closed form: CE rises in every logit but the target's, in which it
-falls, so the maximum is at one vertex of the box, y_i = d_i for i != target and y_target = -d_target. With p = softmax(x)
+falls, so the maximum is at one vertex of the box: y_i = d_i for i != target, y_target = -d_target. With p = softmax(x)
 
     CE(x + y) - CE(x) = log(1 + sum_{i != target} p_i (e^(d_i + d_target) - 1)),
 
