@@ -291,6 +291,14 @@ def test_a_gate_keeps_a_batch_from_being_trained_on(warm, tmp_path):
     assert values["train/grad_norm"] == [0, 0]
 
 
+def test_sharpness_is_logged_at_its_steps_and_changes_nothing(e2e, warm, tmp_path):
+    logs, names = tmp_path / "logs", ("train/sharpness", "train/sharpness_last_token")
+    values = runs.run(logs, *runs.overrides(warm, logs), "++nemo_fp8rl.sharpness.period=2")
+    assert all(0 < value < 5 for name in names for value in values[name])
+    assert [len(values.pop(name)) for name in names] == [2, 2]
+    assert measured(values) == measured(e2e)
+
+
 def test_conversations_of_several_turns_in_a_registered_environment(warm, tmp_path):
     logs = tmp_path / "logs"
     keys = [*runs.overrides(warm, logs, env="carry_on"), "grpo.max_rollout_turns=3", "grpo.max_num_steps=2"]
