@@ -237,7 +237,7 @@ def check_asynchronous(cfg: Config) -> None:
 
 def _check_algorithm(cfg: Config) -> None:
     resolve_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)
-    check_gates(cfg.nemo_fp8rl.gates)
+    check_gates(cfg.nemo_fp8rl.gates, cfg.nemo_fp8rl.sharpness.period)
     if cfg.loss_fn.force_on_policy_ratio and cfg.policy.train_global_batch_size != cfg.rollout_batch_size:
         raise UserError(
             f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="

@@ -61,6 +61,13 @@ class Policy(WeightSource, Protocol):
         """Return float32 [B, T]: the log-probability of input_ids[:, t] given the tokens before it; 0 at position 0."""
         ...
 
+    def logprobs_and_sharpness(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """Return `logprobs`, the same to the bit, and the sharpness of each token (`policy.sharpness`), alike [B, T].
+
+        Its box has the size nemo_fp8rl.sharpness.epsilon.
+        """
+        ...
+
     def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
         """Return `logprobs` under the weights of policy.model_name.
 
