@@ -61,6 +61,8 @@ class FakeKernels(ModuleType):
         quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> Any:
         """Since 2.20 the compiled half creates tensors; Python still defines their parts."""
+        if type(quantizer).__name__ == "Float8Quantizer":
+            return _empty_per_tensor(quantizer, shape, dtype)
         specs, metadata = quantizer.inner_tensor_specs(tuple(shape)), quantizer.storage_metadata(dtype)
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
         parts = {
@@ -78,6 +80,8 @@ class FakeKernels(ModuleType):
         assert noop is None
         assert quantizer.dtype == DType.kFloat8E4M3
         out = quantizer.make_empty(src.shape, dtype=src.dtype, device=src.device) if dst is None else dst
+        if type(quantizer).__name__ == "Float8Quantizer":
+            return _quantize_per_tensor(src, quantizer, out)
         square = quantizer.block_scaling_dim == 2
         x = src.detach().flatten(0, -2).to("cpu", copy=True)  # what numpy has seen can give no memory back
         scale_format = "pow2" if quantizer.force_pow_2_scales else "fp32"
@@ -201,18 +205,69 @@ class FakeKernels(ModuleType):
     multi_tensor_scale_tensor = multi_tensor_scale
 
     @staticmethod
-    def multi_tensor_adam(
-        chunk: int, overflow: Tensor, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float,
-        step: int, decoupled: bool, bias_correction: bool, weight_decay: float,
-    ) -> None:  # fmt: skip
-        """lists: gradients, float32 parameters, first and second moments."""
-        assert decoupled
-        assert bias_correction
-        for grad, parameter, mean, square in zip(*lists, strict=True):
-            mean.lerp_(grad.float(), 1 - beta1)
-            square.mul_(beta2).addcmul_(grad.float(), grad.float(), value=1 - beta2)
-            update = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + eps)
-            parameter.sub_(lr * (update + weight_decay * parameter))
+    def dequantize(source: Any, dtype: Any) -> Tensor:
+        """Multiply the bytes of a tensor with one scale."""
+        return (source._data.view(E4M3).float() * source._scale_inv).to(TORCH_DTYPES[dtype])
+
+    @staticmethod
+    def multi_tensor_adam(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *keywords: Any) -> None:
+        """lists: gradients, parameters, first and second moments, and where parameters are not float32, masters."""
+        for grad, parameter, mean, square, *master in zip(*lists, strict=True):
+            values = _adam(grad, master[0] if master else parameter, mean, square, *keywords)
+            for place, value in zip((*(master or [parameter]), mean, square), values, strict=True):
+                place.copy_(value)
+            parameter.copy_(values[0])
+
+    @staticmethod
+    def multi_tensor_adam_param_remainder(
+        chunk: int, overflow: Tensor, lists: list[list[Tensor]], *keywords: Any
+    ) -> None:
+        """lists: gradients, bfloat16 parameters, first and second moments, the low halves of masters."""
+        for grad, parameter, mean, square, low in zip(*lists, strict=True):
+            high = parameter.view(torch.int16) - (low < 0).to(torch.int16)  # undo the rounding
+            master = torch.stack([low, high], -1).view(torch.float32).squeeze(-1)  # little-endian halves
+            master, new_mean, new_square = _adam(grad, master, mean, square, *keywords)
+            halves = master.contiguous().view(torch.int16).view(*master.shape, 2)
+            low.copy_(halves[..., 0])
+            parameter.view(torch.int16).copy_(halves[..., 1] + (halves[..., 0] < 0))
+            mean.copy_(new_mean)
+            square.copy_(new_square)
+
+
+def _adam(
+    grad: Tensor, master: Tensor, mean: Tensor, square: Tensor, lr: float, beta1: float, beta2: float, eps: float,
+    step: int, decoupled: bool, bias_correction: bool, weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The float32 arithmetic of common/multi_tensor/adam.cu, without a fused multiplication and addition."""
+    assert decoupled
+    assert bias_correction
+    b1, b2 = torch.tensor(beta1, dtype=torch.float32), torch.tensor(beta2, dtype=torch.float32)
+    g, p = grad.float(), master.float()
+    m = b1 * mean.float() + (1 - b1) * g
+    v = b2 * square.float() + (1 - b2) * g * g
+    correction1, correction2 = (torch.tensor(1 - b.double().item() ** step, dtype=torch.float32) for b in (b1, b2))
+    update = (m / correction1) / ((v / correction2).sqrt() + eps) + weight_decay * p
+    return p - lr * update, m, v
+
+
+def _empty_per_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A tensor with one scale; as on Hopper, whose matmuls need it, with the transpose that its quantizer names."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+    shape = torch.Size(shape)
+    columns = torch.empty(shape[-1:] + shape[:-1], dtype=torch.uint8) if quantizer.columnwise_usage else None
+    return Float8Tensor(
+        shape=shape, dtype=dtype, data=torch.empty(shape, dtype=torch.uint8), fp8_scale_inv=torch.ones(1),
+        fp8_dtype=quantizer.dtype, data_transpose=columns, quantizer=quantizer, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def _quantize_per_tensor(source: Tensor, quantizer: Any, out: Any) -> Any:
+    """Multiply by the quantizer's scale and saturate; Float8Quantizer's kernel also stores the scale's reciprocal."""
+    values = (source.detach().float() * quantizer.scale).clamp(-448, 448).to(E4M3)  # a NaN stays one
+    out._data.copy_(values.view(torch.uint8))
+    out._scale_inv.copy_(quantizer.scale.reciprocal())
+    return out
 
 
 def fake_product_of_rows(x: Any, weight: Any) -> Tensor:

@@ -160,6 +160,60 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(cfg, tmp_path: Path):
         assert [step(worker, seed) for seed in (3, 4)] == expected
 
 
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+FEW_BYTES = ("use_precision_aware_optimizer=true", "exp_avg_dtype=fp8", "exp_avg_sq_dtype=fp16", "lr=0.001")
+
+
+@pytest.fixture(params=["", "fp8_param"])
+def few_bytes(recipe, tmp_path, request):
+    """A recipe whose moments have 3 bytes; with fp8_param Megatron keeps the masters, and FusedAdam moments alone."""
+    write_model(tmp_path / "model", seed=3, family="llama", **HALF_HEADS)
+    return recipe(
+        f"policy.model_name={tmp_path}/model",
+        "nemo_fp8rl.align=none",
+        f"nemo_fp8rl.fp8_param={bool(request.param)}",
+        "policy.megatron_cfg.offload_between_phases=true",
+        *(f"{OPTIMIZER}.{key}" for key in FEW_BYTES),
+    )
+
+
+def test_states_of_few_bytes_move_to_the_host_and_go_on_to_the_bit(few_bytes, tmp_path: Path):
+    """Megatron's own offload would leave the optimizer with copies of the weights, which then never change."""
+    from nemo_fp8rl.policy.optimizer.fused_adam import FiniteFusedAdam
+
+    losses_of_runs = []
+    for moves in (True, False):
+        with rank(few_bytes, gpu=True) as worker:
+            assert {type(part.optimizer) for part in worker.optimizer.chained_optimizers} == {FiniteFusedAdam}
+            first = step(worker, 0)
+            if moves:
+                worker.offload_before_refit()
+                worker.save(str(tmp_path / "saved"))  # of states on the host
+                worker.prepare_for_training()
+            weights = [parameter.detach().float().clone() for parameter in worker.model.parameters()]
+            losses_of_runs.append([first, *(step(worker, seed) for seed in (0, 1))])
+            assert any((p.float() != old).any() for p, old in zip(worker.model.parameters(), weights, strict=True))
+    assert losses_of_runs[0] == losses_of_runs[1]
+    with rank(few_bytes, gpu=True) as worker:
+        worker.load(str(tmp_path / "saved"))
+        assert [step(worker, seed) for seed in (0, 1)] == losses_of_runs[0][1:]
+
+
+def test_states_of_few_bytes_go_on_between_cpu_and_gpu(few_bytes, tmp_path: Path):
+    with rank(few_bytes, gpu=False) as worker:
+        step(worker, 0)
+        worker.save(str(tmp_path / "saved"))
+        expected = step(worker, 1)["loss"]
+    with rank(few_bytes, gpu=True) as worker:
+        worker.load(str(tmp_path / "saved"))
+        worker.save(str(tmp_path / "again"))
+        assert step(worker, 1)["loss"] == expected
+    saved, again = (tmp_path / name / "optimizer" for name in ("saved", "again"))
+    assert (saved / "scales_0.json").read_text() == (again / "scales_0.json").read_text()
+    tensors = load_file(saved / "rank_0.safetensors")
+    assert all(torch.equal(t, tensors[name]) for name, t in load_file(again / "rank_0.safetensors").items())
+
+
 def test_a_checkpoint_of_the_emulation_goes_on_here(cfg, tmp_path: Path):
     with rank(cfg, gpu=False) as worker:
         step(worker, 0)

@@ -4,9 +4,9 @@ Megatron names CUDA literally in places that have no setting: `torch.cuda.curren
 embeddings, `device="cuda"` and `'torch.cuda.FloatTensor'` in the optimizer, clip_grads.py and the log-prob kernels,
 `torch.cuda.synchronize()` in timers, CUDA's random state when it recomputes a layer or splits a sequence, and a CUDA
 stream on which it copies the number of tokens of each expert. Its router reads a name that exists only with Transformer
-Engine, and gloo cannot gather parts of unequal size. Inside `megatron_on_cpu()` these names mean the CPU; outside,
-nothing is changed, so an engine in the same process sees an unchanged torch. Everything else goes through Megatron's
-own extension points.
+Engine, and gloo cannot gather parts of unequal size. Its norm of bfloat16 gradients is rounded to bfloat16. Inside
+`megatron_on_cpu()` these names mean the CPU; outside, nothing is changed, so an engine in the same process sees an
+unchanged torch. Everything else goes through Megatron's own extension points.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -79,6 +80,14 @@ def _reduce_scatter_uneven(
     return total.split(input_split_sizes)[group.rank()].contiguous()
 
 
+_norm = clip_grads.l2_norm_impl
+
+
+def _norm_in_float32(chunk_size: int, flag: Tensor, lists: list[list[Tensor]], *arguments: Any) -> Any:
+    """Replaces torch's norm of each gradient, which has the gradient's dtype; a GPU's kernel adds in float32."""
+    return _norm(chunk_size, flag, [[gradient.float() for gradient in gradients] for gradients in lists], *arguments)
+
+
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Make CUDA's names mean the CPU for calls into Megatron Core; does nothing where CUDA exists."""
@@ -97,6 +106,7 @@ def megatron_on_cpu() -> Iterator[None]:
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object()),
         mock.patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _counts_are_on_cpu),
+        mock.patch.object(clip_grads, "l2_norm_impl", _norm_in_float32),
         mock.patch.object(mappings, "_gather_along_first_dim", _gather_uneven),
         mock.patch.object(mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
         _CudaNamesMeanCpu(),

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.optimizer.builders import optimizer_parts
+from nemo_fp8rl.policy.optimizer.builders import (
+    is_precision_aware,
+    optimizer_parts,
+    optimizer_tensors,
+    steps_weights,
+)
 from nemo_fp8rl.policy.weights.fp8_params import drop_columns, make_columns, row_tensors
 
 
@@ -40,11 +45,12 @@ class Offload:
         if "training" in self.offloaded_bytes:
             return
         gradients = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self.buffers)
-        moved = sum(tensor.nbytes for tensor in self._optimizer_tensors()) if self.on_gpu else 0
+        moved = sum(tensor.nbytes for tensor in optimizer_tensors(self.optimizer)) if self.on_gpu else 0
         self.offloaded_bytes["training"] = gradients + moved
         with megatron_on_cpu():
             self.ddp.offload_grad_buffers()
-            self.optimizer.offload_to_cpu()
+            for part in optimizer_parts(self.optimizer):
+                move_states(part, "cpu") if self.on_gpu and is_precision_aware(part) else part.offload_to_cpu()
 
     def drop_fp8_columns(self) -> None:
         if "columns" not in self.offloaded_bytes:
@@ -68,7 +74,8 @@ class Offload:
         if self.offloaded_bytes.pop("training", None) is not None:
             with megatron_on_cpu():
                 self.ddp.restore_grad_buffers()
-                self.optimizer.restore_from_cpu()
+                for part in optimizer_parts(self.optimizer):
+                    move_states(part, "cuda") if self.on_gpu and is_precision_aware(part) else part.restore_from_cpu()
 
     def restore_parameters(self, columns: bool = True) -> None:
         """Bring the parameters back before they are read or written.
@@ -83,13 +90,19 @@ class Offload:
             for parameter in self.ddp.parameters():
                 make_columns(parameter)
 
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        for part in optimizer_parts(self.optimizer):
-            if part.optimizer is not None:
-                for group in part.optimizer.param_groups:
-                    yield from group["params"]
-                for state in part.optimizer.state.values():
-                    yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
+
+def move_states(part: Any, device: str) -> None:
+    """Move the state of a precision-aware part.
+
+    Megatron's own function would move the pieces as well. They are views of its buffer of weights: after it, a step
+    would write their copies, and no weight would change any more.
+    """
+    if not steps_weights(part):
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                master.data = master.data.to(device=device)
+    part.optimizer.move(device)
+    torch.cuda.empty_cache()
 
 
 class FrozenMemory:

@@ -112,7 +112,7 @@ class MegatronWorker:
             recomputes = cfg.policy.megatron_cfg.activation_checkpointing
             replay = RoutingReplay(self.model, self.layout, recomputes) if self.hf.family.experts else None
             fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param and not adapters  # adapters are bfloat16
-            self.ddp = build_ddp(config, self.model, cfg.policy.precision, fp8_param)
+            self.ddp = build_ddp(config, self.model, cfg, fp8_param)
             self.optimizer = build_optimizer(cfg.policy, self.ddp, DTYPES[cfg.policy.precision], fp8_param)
         self.optimizer_steps, self.gradient_bits = 0, GradientBits(cfg.grpo.seed)
         give_gradient_bits(self.model, self.layout, self.gradient_bits)

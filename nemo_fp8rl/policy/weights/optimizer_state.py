@@ -2,16 +2,19 @@
 
 rank_R*.safetensors   float32 masters and Adam's moments of the parts of weights that this rank has
 steps.json            steps of Adam and of the schedule
+scales_R.json         scales of the rank's pieces that it keeps in float16 or FP8
 
 Megatron's distributed optimizer cuts each flattened parameter into slices, one for each data-parallel rank. Each rank
 writes and reads its slices by their positions in HF tensors (`flat_slices`). So nothing is gathered, and tensor,
-pipeline, expert and data parallelism may all differ when the state is read. Nothing is pickled or converted: on the
-same layout the run continues to the bit.
+pipeline, expert and data parallelism may all differ when the state is read, and so may the dtypes that ranks keep.
+Nothing is pickled. On the same layout the run continues to the bit: values times a scale, rounded with the same scale
+again, are the same bytes. A piece of other elements, or of another dtype, chooses a scale of its own.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +27,14 @@ from torch import Tensor
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import shape_of, start_of
 from nemo_fp8rl.hf.storage.part_files import PartReader, PartWriter
-from nemo_fp8rl.policy.optimizer.builders import optimizer_parts
+from nemo_fp8rl.policy.optimizer.builders import is_precision_aware, optimizer_parts, steps_weights
+from nemo_fp8rl.policy.optimizer.scaled_adam import MASTER, MOMENTS
 from nemo_fp8rl.policy.weights.adapter_names import trained_tensors
 from nemo_fp8rl.policy.weights.checkpoint import assemble_on_first
-from nemo_fp8rl.policy.weights.flat_slices import locate_rows, slice_boxes
+from nemo_fp8rl.policy.weights.flat_slices import RowRun, locate_rows, slice_boxes
 from nemo_fp8rl.policy.weights.hf_names import MEGATRON_HEAD
 from nemo_fp8rl.policy.weights.layout import Layout
 
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STEPS = "steps.json"
 FILE_BYTES = 1 << 30
 """Approximate bytes of a file; every rank of a host has as many bytes waiting in memory."""
@@ -51,7 +54,10 @@ def save_optimizer(
     except OSError as error:
         writer.error = error
     parameters, slices = dict(model.named_parameters()), state_slices(model, optimizer)
+    scales: dict[str, dict[str, float]] = {}
     for parameter, runs in locate_rows(layout, trained_tensors(layout)):
+        if parameter in slices and (of_piece := slices[parameter].scales()):
+            scales[_name_piece(runs, slices[parameter].span)] = of_piece
         if parameter == MEGATRON_HEAD and layout.hf.tie_word_embeddings:
             continue  # the first stage writes the same values
         frozen = not parameters[parameter].requires_grad
@@ -59,12 +65,38 @@ def save_optimizer(
         state = _frozen_state(parameters[parameter]) if frozen and local_runs else slices.get(parameter)
         if state is None:
             continue
-        for rows, kind in product(local_runs, _value_kinds(adam_steps)):
+        values = {kind: state.values(kind) for kind in _value_kinds(adam_steps)} if local_runs else {}
+        for rows, kind in product(local_runs, values):
             for elements, region in slice_boxes(rows, state.span):
-                part = state.values(kind)[elements].view(shape_of(region))
+                part = values[kind][elements].view(shape_of(region))
                 writer.add(f"{rows.name}.{kind}", part, start_of(region))
     writer.close()
+    try:
+        if scales:
+            (folder / f"scales_{rank}.json").write_text(json.dumps(scales) + "\n")
+    except OSError as error:
+        return writer.error or error
     return writer.error
+
+
+def _name_piece(runs: Sequence[RowRun], span: tuple[int, int]) -> str:
+    """Return a name of the elements of a slice, which is the same wherever a rank has this slice."""
+    boxes = [(rows.name, region) for rows in runs for _, region in slice_boxes(rows, span)]
+    return sha256(repr(boxes).encode()).hexdigest()
+
+
+def _read_scales(folder: Path) -> dict[str, dict[str, float]]:
+    """Return the scales that all ranks wrote, by the name of the piece. Raises UserError."""
+    scales: dict[str, dict[str, float]] = {}
+    for file in folder.glob("scales_*.json"):
+        try:
+            scales |= {
+                name: {kind: float(scale) for kind, scale in piece.items()}
+                for name, piece in json.loads(file.read_text()).items()
+            }
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} cannot be read ({error}); the checkpoint is not complete") from None
+    return scales
 
 
 @torch.no_grad()
@@ -80,22 +112,21 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
             raise ValueError(f"steps of {adam_steps:g} and {schedule_steps}")
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
-    slices, shapes = state_slices(model, optimizer), trained_tensors(layout)
+    slices, shapes, scales = state_slices(model, optimizer), trained_tensors(layout), _read_scales(folder)
     with PartReader(folder) as reader:
         reader.check({f"{name}.{kind}": shape for name, shape in shapes.items() for kind in (MASTER, *MOMENTS)})
         for (parameter, runs), kind in product(locate_rows(layout, shapes), _value_kinds(adam_steps)):
             if (state := slices.get(parameter)) is None:
                 continue
-            values = torch.zeros(state.master.numel())  # padding stays 0
+            values = torch.zeros(state.span[1] - state.span[0])  # padding stays 0
             for rows in runs:
                 for elements, region in slice_boxes(rows, state.span):
                     values[elements] = reader.get(f"{rows.name}.{kind}", region).flatten()
-            if kind == MASTER:
-                state.master.copy_(values)
-            else:
-                state.adam[kind] = values.to(state.master.device)
+            state.assign(kind, values, scales.get(_name_piece(runs, state.span), {}))
     if adam_steps:
         _set_steps(optimizer, adam_steps)
+    if ddp := next((part.model_chunks[0] for part in optimizer_parts(optimizer) if steps_weights(part)), None):
+        ddp.start_param_sync()  # a master may have set the last bit of a weight, which other ranks have as well
     scheduler.num_steps = 0
     scheduler.step(increment=schedule_steps)
 
@@ -112,7 +143,7 @@ def make_master_gatherer(model: torch.nn.Module, optimizer: Any) -> Callable[[st
         parameter, state = parameters[name], slices.get(name)
         if not parameter.requires_grad:
             return parameter.detach().float()
-        part, span = (None, (0, 0)) if state is None else (state.master.detach(), state.span)
+        part, span = (None, (0, 0)) if state is None else (state.values(MASTER), state.span)
         return assemble_on_first(part, (span,), [parameter.numel()], _replica_group(parameter)).view(parameter.shape)
 
     return gather_master
@@ -161,7 +192,7 @@ def count_adam_steps(optimizer: Any) -> float:
 
 
 class StateSlice(NamedTuple):
-    """A rank's slice of a parameter's optimizer state.
+    """A rank's slice of a parameter's optimizer state, in float32.
 
     span:    (start, stop) in the flattened parameter
     master:  float32 [stop - start]
@@ -175,16 +206,57 @@ class StateSlice(NamedTuple):
     def values(self, kind: str) -> Tensor:
         return (self.master if kind == MASTER else self.adam[kind]).detach()
 
+    def assign(self, kind: str, values: Tensor, scales: Mapping[str, float]) -> None:
+        if kind == MASTER:
+            self.master.copy_(values)
+        else:
+            self.adam[kind] = values.to(self.master.device)
 
-def state_slices(model: torch.nn.Module, optimizer: Any) -> dict[str, StateSlice]:
+    def scales(self) -> dict[str, float]:
+        return {}
+
+
+class AwareSlice(NamedTuple):
+    """`StateSlice` of a precision-aware optimizer.
+
+    piece:  the slice of the weight, or its float32 master
+    adam:   the optimizer, which reads and writes the state
+    """
+
+    span: tuple[int, int]
+    piece: Tensor
+    adam: Any
+
+    def values(self, kind: str) -> Tensor:
+        return self.adam.read(self.piece, kind).detach()
+
+    def assign(self, kind: str, values: Tensor, scales: Mapping[str, float]) -> None:
+        """Set float32 values; they take their scale from `scales` if it has one of this kind and dtype."""
+        self.adam.write(self.piece, kind, values, scales.get(self._name(kind)))
+
+    def scales(self) -> dict[str, float]:
+        """Return the scales of the slice, by kind and dtype."""
+        scales = {self._name(kind): self.adam.scale(self.piece, kind) for kind in (MASTER, *MOMENTS)}
+        return {name: scale for name, scale in scales.items() if scale is not None}
+
+    def _name(self, kind: str) -> str:
+        return f"{kind}.{self.adam.dtypes[kind]}".replace("torch.", "")
+
+
+def state_slices(model: torch.nn.Module, optimizer: Any) -> dict[str, StateSlice | AwareSlice]:
     """Return the rank's slice of each parameter's state, by Megatron's name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    slices = {}
+    slices: dict[str, StateSlice | AwareSlice] = {}
     for part in optimizer_parts(optimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
-            master = part.optimizer.param_groups[group]["params"][order]
+            piece = part.optimizer.param_groups[group]["params"][order]
             bounds = part._get_model_param_range_map(parameter)["param"]
-            slices[names[parameter]] = StateSlice((bounds.start, bounds.end), master, part.optimizer.state[master])
+            span = bounds.start, bounds.end
+            slices[names[parameter]] = (
+                AwareSlice(span, piece, part.optimizer)
+                if is_precision_aware(part)
+                else StateSlice(span, piece, part.optimizer.state[piece])
+            )
     return slices
 
 

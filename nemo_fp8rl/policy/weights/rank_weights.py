@@ -15,11 +15,12 @@ from nemo_fp8rl.algorithms.quantization_error import (
     weight_squares,
 )
 from nemo_fp8rl.fp8 import BlockScaled, Format, Fp8Layers, ScaleFormat
+from nemo_fp8rl.policy.optimizer.scaled_adam import MASTER
 from nemo_fp8rl.policy.weights.adapter_names import adapter_views
 from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, refit_views, storage_tensors
 from nemo_fp8rl.policy.weights.hf_names import layer_norms, to_hf
 from nemo_fp8rl.policy.weights.layout import Layout
-from nemo_fp8rl.policy.weights.optimizer_state import StateSlice, make_master_gatherer, state_slices
+from nemo_fp8rl.policy.weights.optimizer_state import AwareSlice, StateSlice, make_master_gatherer, state_slices
 
 
 class RankWeights:
@@ -78,9 +79,9 @@ class RankWeights:
     def _squares_of_fp8(self) -> SquaresByGroup:
         """Return the squares of FP8 weights; each rank takes the slices whose masters it has and gathers nothing."""
 
-        def slice_squares(name: str, state: StateSlice) -> SquaresByGroup:
+        def slice_squares(name: str, state: StateSlice | AwareSlice) -> SquaresByGroup:
             parameter = self.parameters[name]
-            master = state.master.to(parameter.device, parameter.dtype)
+            master = state.values(MASTER).to(parameter.device, parameter.dtype)
             error = squares(fp8_view(parameter).dequantize().flatten()[slice(*state.span)] - master)
             layer = self.layout.layers[int(name.split(".")[2])]  # decoder.layers.N, counted on this rank
             return squares_by_group("fp8", layer, error, squares(master))
