@@ -44,6 +44,7 @@ def check(cfg: Config) -> None:
     _check_number_format(cfg)
     _check_quantized_training(cfg)
     _check_noise(cfg)
+    _check_gradients(cfg)
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:
@@ -140,6 +141,23 @@ def _check_noise(cfg: Config) -> None:
         raise UserError(
             "nemo_fp8rl.noise.where=both with grpo.async_grpo.enabled=true: a batch has answers of several versions, "
             "and the trainer computes with the noise of one; set where=engine, or async_grpo.enabled=false"
+        )
+
+
+def _check_gradients(cfg: Config) -> None:
+    choice, block = cfg.policy.megatron_cfg.distributed_data_parallel_config, "policy.megatron_cfg"
+    key = f"{block}.distributed_data_parallel_config.reduce_scatter_with_fp32_accumulation=true"
+    if not choice.reduce_scatter_with_fp32_accumulation:
+        return
+    if cfg.nemo_fp8rl.grad_reduce == "fp8":
+        raise UserError(
+            f"nemo_fp8rl.grad_reduce=fp8 sends gradients in FP8 and sums them in float32, {key} sends them in "
+            "policy.precision: set one of the two, nemo_fp8rl.grad_reduce=auto or the other to false"
+        )
+    if choice.grad_reduce_in_fp32:
+        raise UserError(
+            f"{key} is for gradients in policy.precision, and "
+            f"{block}.distributed_data_parallel_config.grad_reduce_in_fp32=true has them in float32: set that to false"
         )
 
 

@@ -76,7 +76,7 @@ class Policy(WeightSource, Protocol):
         ...
 
     def train_step(self, batch: RolloutBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
-        """Take one optimizer step on the whole batch and return the loss's metrics, grad_norm and lr.
+        """Take one optimizer step on the whole batch and return the loss's metrics, grad_norm, lr and grad_bytes.
 
         schedules:  True advances the learning-rate schedule before the step, so that step n (from 1) has rate n;
                     False leaves that to `step_schedule`

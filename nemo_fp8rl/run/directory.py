@@ -298,6 +298,7 @@ def _choices(cfg: Config) -> dict[str, str]:
         "routes": "the engine's" if cfg.policy.router_replay.enabled else "the trainer's",
         "backend": cfg.cluster.backend,
         "layout": _layout(cfg),
+        "gradients": _gradients(cfg),
     }
 
 
@@ -322,6 +323,15 @@ def _layout(cfg: Config) -> str:
     if parallel.sequence_parallel:
         split.append("SP")
     return " ".join(split) or "one rank"
+
+
+def _gradients(cfg: Config) -> str:
+    """Say how data-parallel ranks sum gradients."""
+    choice = cfg.policy.megatron_cfg.distributed_data_parallel_config
+    dtype = "float32" if choice.grad_reduce_in_fp32 else cfg.policy.precision
+    if cfg.nemo_fp8rl.grad_reduce == "fp8":
+        return f"{dtype}, sent in FP8, summed in float32"
+    return f"{dtype}, summed in float32" if choice.reduce_scatter_with_fp32_accumulation else dtype
 
 
 def _adapters(peft: PeftConfig) -> str:
