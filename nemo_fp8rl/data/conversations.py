@@ -1,8 +1,8 @@
 """Conversations with the loss on the assistant's answers: exactly the tokens that the model has to write in use.
 
 An answer begins behind the generation prompt, as an engine's does, and ends with the token that ends the turn: the last
-special token that the chat template writes for the message. What the template writes behind that token, often a line
-break, is context. Turn and context are tokenized apart, as they are in use.
+special token that the chat template writes for the message, or the one that it writes before a question that follows.
+What is behind that token, often a line break, is context. Turn and context are tokenized apart, as they are in use.
 
 A template may show an earlier answer in another form than the last one; that of Qwen3 leaves out earlier thoughts. Each
 answer is learned behind what the model sees in use, so such a conversation becomes several examples.
@@ -15,6 +15,8 @@ from nemo_fp8rl.data.examples import Example
 from nemo_fp8rl.data.records import Record
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 
+MARK = "?"
+"""A question's text, which no template writes itself between two messages."""
 Part = tuple[list[int], bool]
 """Tokens, and whether the loss is on them."""
 
@@ -45,21 +47,35 @@ class ConversationReader:
             if not through.startswith(prompt):
                 raise UserError(
                     f"{record.place}, message {i + 1}: the chat template ({self.renderer.description}) does not begin "
-                    "an answer with its generation prompt, so its tokens cannot be told; give another template in "
-                    "policy.tokenizer.chat_template"
+                    "an answer with its generation prompt, so its tokens cannot be told; give "
+                    "policy.tokenizer.chat_template_kwargs, such as enable_thinking, or another chat_template"
                 )
             if parts and not prompt.startswith(shown):
                 examples.append(_example(parts))
                 parts, shown = [], ""
             parts.append((self._tokens(prompt[len(shown) :]), False))
-            is_last = i == len(messages) - 1
-            parts += self._turn(through[len(prompt) :], f"{record.place}, message {i + 1}", is_last)
-            shown = through
+            ids, end = self._tokens(through[len(prompt) :]), ""
+            if not self.special_ids & set(ids):
+                end = self._end_before_a_question(messages[: i + 1], tools, record.place, through)
+                ids += self._tokens(end)
+            parts += self._turn(ids, f"{record.place}, message {i + 1}", i == len(messages) - 1)
+            shown = through + end
         return [*examples, _example(parts)]
 
-    def _turn(self, text: str, where: str, is_last: bool) -> list[Part]:
+    def _end_before_a_question(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, place: str, through: str
+    ) -> str:
+        """Return the special token that ends the last answer only where a question follows; "" without one."""
+        try:
+            text = self.renderer.render_messages([*messages, {"role": "user", "content": MARK}], tools, place)
+        except UserError:
+            return ""
+        tail = text.removeprefix(through).partition(MARK)[0] if text.startswith(through) else ""
+        first = self.renderer.tokenizer.decode(self._tokens(tail)[:1])
+        return first if self.special_ids & set(self._tokens(tail)[:1]) and tail.startswith(first) else ""
+
+    def _turn(self, ids: list[int], where: str, is_last: bool) -> list[Part]:
         """Return the answer with the token that ends it, and what the template writes behind."""
-        ids = self._tokens(text)
         ends = [position for position, token in enumerate(ids) if token in self.special_ids]
         if not ends:
             if not is_last:
