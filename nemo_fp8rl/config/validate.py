@@ -307,6 +307,7 @@ def _check_schedule(cfg: Config) -> None:
             f"{block}.scheduler.lr_warmup_iters={scheduler.lr_warmup_iters} must be below "
             f"{block}.scheduler.lr_decay_iters={scheduler.lr_decay_iters}"
         )
+    _check_wsd(cfg, f"{block}.scheduler")
     for key, value in (
         ("optimizer.min_lr", optimizer.min_lr),
         ("scheduler.lr_warmup_init", scheduler.lr_warmup_init),
@@ -340,6 +341,24 @@ def _check_optimizer_states(cfg: Config) -> None:
     if cfg.nemo_fp8rl.fp8_param:
         raise UserError(
             f"{subject} with nemo_fp8rl.fp8_param=true: FP8 weights are quantized from float32 masters; set it to fp32"
+        )
+
+
+def _check_wsd(cfg: Config, block: str) -> None:
+    scheduler = cfg.policy.megatron_cfg.scheduler
+    style, steps = scheduler.lr_decay_style, scheduler.lr_wsd_decay_iters
+    if style != "WSD":
+        if steps is not None or scheduler.lr_wsd_decay_style != "exponential":
+            raise UserError(
+                f"{block}.lr_wsd_decay_iters and lr_wsd_decay_style are of the schedule WSD, and {block}."
+                f"lr_decay_style is {style}: remove them, or set lr_decay_style=WSD"
+            )
+    elif steps is None:
+        raise UserError(f"{block}.lr_decay_style=WSD needs {block}.lr_wsd_decay_iters, the steps of its decay")
+    elif scheduler.lr_warmup_iters + steps > scheduler.lr_decay_iters:
+        raise UserError(
+            f"{block}.lr_wsd_decay_iters={steps} and lr_warmup_iters={scheduler.lr_warmup_iters} do not fit in "
+            f"{block}.lr_decay_iters={scheduler.lr_decay_iters}, which is warm-up, constant rate and decay; raise it"
         )
 
 

@@ -143,6 +143,8 @@ def build_scheduler(policy: PolicyConfig, optimizer: Any) -> OptimizerParamSched
         lr_warmup_steps=schedule.lr_warmup_iters,
         lr_decay_steps=schedule.lr_decay_iters,
         lr_decay_style=schedule.lr_decay_style,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
