@@ -14,6 +14,9 @@ import json
 import os
 import sysconfig
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, stdev
@@ -31,21 +34,47 @@ from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.hf.model_config import FAMILIES
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOWS = ("bf16", "fp8_e2e")
-LENGTH, ROWS = 128, 16
+WIDE = (("hidden_size", 256),)
 HELD_OUT = 20
 """One window of this many is for validation."""
+VALIDATION_ROWS = 256
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """The two-sided 95 % quantile by the number of seeds."""
 
 
-def corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the training and the validation windows, uint8 [windows, LENGTH]."""
+@dataclass(frozen=True)
+class Course:
+    """What a tiny model learns, and how.
+
+    sizes:   keys of the model's config.json with their values
+    warmup:  steps of the learning rate's warm-up; then it falls to 0 as a cosine
+    length:  bytes of a row
+    rows:    rows of a step
+    """
+
+    family: str
+    steps: int
+    sizes: tuple[tuple[str, int], ...] = ()
+    lr: float = 0.001
+    warmup: int = 50
+    length: int = 128
+    rows: int = 16
+
+    @property
+    def tokens(self) -> int:
+        """Predicted bytes of a step."""
+        return self.rows * (self.length - 1)
+
+
+def corpus(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the training and the validation windows, uint8 [windows, length]."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
+    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // length * length].view(-1, length)
     held_out = torch.arange(len(windows)) % HELD_OUT == 0
     return windows[~held_out], windows[held_out]
 
@@ -54,48 +83,69 @@ def batch(windows: torch.Tensor) -> RolloutBatch:
     ids = windows.long()
     return RolloutBatch(
         input_ids=ids,
-        input_lengths=torch.full((len(ids),), LENGTH),
+        input_lengths=torch.full((len(ids),), ids.size(1)),
         token_mask=torch.ones(ids.shape),
         sample_mask=torch.ones(len(ids)),
         generation_logprobs=torch.zeros(ids.shape),
     )
 
 
-def learn(folder: Path, family: str, flow: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train, and return the loss of every step in nats per byte and the final validation loss."""
-    with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
-        from nemo_fp8rl.policy.rank.worker import MegatronWorker
+def make_model(folder: Path, course: Course, seed: int) -> Path:
+    """Return the folder of the first weights of a seed, which is written where it is missing."""
+    model = folder / "_".join([course.family, *(str(size) for _, size in course.sizes), str(seed)])
+    if not model.exists():
+        with warnings.catch_warnings(action="ignore"):
+            write_model(model, seed, course.family, vocab_size=256, **dict(course.sizes))
+    return model
 
-        model = folder / f"{family}_{seed}"
-        if not model.exists():
-            write_model(
-                model, seed, family, vocab_size=256, **({} if FAMILIES[family].experts else {"hidden_size": 256})
-            )
-        overrides = (
-            f"policy.model_name={model}",
-            f"nemo_fp8rl.flow={flow}",
-            f"policy.max_total_sequence_length={LENGTH}",
-            "policy.generation.temperature=1.0",
-            "policy.megatron_cfg.optimizer.lr=0.001",
-            "policy.megatron_cfg.scheduler.lr_warmup_iters=50",
-            "policy.megatron_cfg.scheduler.lr_decay_style=cosine",
-            f"policy.megatron_cfg.scheduler.lr_decay_iters={steps}",
-            "policy.train_micro_batch_size=64",
-            "policy.train_global_batch_size=64",
-        )
-        worker = MegatronWorker()
-        worker.setup(load(ROOT / "conf/tiny_cpu.yaml", overrides), 0, 1, None)
-    train, held_out = corpus()
+
+@contextmanager
+def trainer(folder: Path, course: Course, seed: int, *keys: str) -> Iterator[MegatronWorker]:
+    """Yield a trainer with the first weights of a seed.
+
+    keys:  of a recipe, with values
+    """
+    course_keys = (
+        f"policy.model_name={make_model(folder, course, seed)}",
+        f"policy.max_total_sequence_length={course.length}",
+        "policy.generation.temperature=1.0",
+        f"policy.megatron_cfg.optimizer.lr={course.lr}",
+        f"policy.megatron_cfg.scheduler.lr_warmup_iters={course.warmup}",
+        "policy.megatron_cfg.scheduler.lr_decay_style=cosine",
+        f"policy.megatron_cfg.scheduler.lr_decay_iters={course.steps}",
+        "policy.train_micro_batch_size=64",
+        "policy.train_global_batch_size=64",
+    )
+    worker = MegatronWorker()
+    with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
+        worker.setup(load(ROOT / "conf/tiny_cpu.yaml", (*course_keys, *keys)), 0, 1, None)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+def losses(worker: MegatronWorker, course: Course, seed: int) -> Iterator[float]:
+    """Train, and yield the loss of every step in nats per byte."""
+    train, _ = corpus(course.length)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    tokens = float(ROWS * (LENGTH - 1))
-    totals = LossTotals(torch.tensor(float(ROWS)), torch.tensor(tokens))
-    losses = []
-    for step in track(range(steps), f"{family} {flow}, seed {seed}"):
-        part = train[order[torch.arange(step * ROWS, (step + 1) * ROWS) % len(order)]]
-        losses.append(worker.train_step(batch(part), NllLoss(), totals)["loss"])
-    validation = -float(worker.logprobs(batch(held_out[:256]))[:, 1:].mean())
-    worker.shutdown()
-    return {"flow": flow, "seed": seed, "losses": [round(loss, 5) for loss in losses], "validation": validation}
+    totals = LossTotals(torch.tensor(float(course.rows)), torch.tensor(float(course.tokens)))
+    for step in range(course.steps):
+        part = train[order[torch.arange(step * course.rows, (step + 1) * course.rows) % len(order)]]
+        yield worker.train_step(batch(part), NllLoss(), totals)["loss"]
+
+
+def held_out_loss(worker: MegatronWorker, course: Course) -> float:
+    _, held_out = corpus(course.length)
+    return -float(worker.logprobs(batch(held_out[:VALIDATION_ROWS]))[:, 1:].mean())
+
+
+def learn(folder: Path, course: Course, flow: str, seed: int) -> dict[str, Any]:
+    """Return the loss of every step and the final validation loss."""
+    with trainer(folder, course, seed, f"nemo_fp8rl.flow={flow}") as worker:
+        title = f"{course.family} {flow}, seed {seed}"
+        found = [round(loss, 5) for loss in track(losses(worker, course, seed), title, course.steps)]
+        return {"flow": flow, "seed": seed, "losses": found, "validation": held_out_loss(worker, course)}
 
 
 def draw(path: Path, results: list[dict[str, Any]], steps: int) -> None:
@@ -135,12 +185,13 @@ def main() -> None:
     arguments = parser.parse_args()
     family, steps, seeds = arguments.family, arguments.steps, arguments.seeds
 
-    results = [learn(arguments.folder, family, flow, seed, steps) for seed in range(seeds) for flow in FLOWS]
+    course = Course(family, steps, () if FAMILIES[family].experts else WIDE)
+    results = [learn(arguments.folder, course, flow, seed) for seed in range(seeds) for flow in FLOWS]
     record = {
         "family": family,
         "steps": steps,
-        "tokens_a_step": ROWS * (LENGTH - 1),
-        "corpus_bytes": sum(part.numel() for part in corpus()),
+        "tokens_a_step": course.tokens,
+        "corpus_bytes": sum(part.numel() for part in corpus(course.length)),
         "machine": machine(),
         "python": sysconfig.get_python_version(),
         "versions": {name: metadata.version(name) for name in ("torch", "megatron-core")},

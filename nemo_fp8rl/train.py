@@ -32,6 +32,7 @@ from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.policy.model_digests import model_digests
+from nemo_fp8rl.policy.sharpness import sharpness_metrics
 from nemo_fp8rl.policy.weights.norm_noise import describe_small_noise, sigma_of
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.rollout.collect import (
@@ -51,6 +52,7 @@ from nemo_fp8rl.run.pod_stop import stop_on_pod_request
 from nemo_fp8rl.run.resume import recorded_date, recorded_recipe
 from nemo_fp8rl.run.samples import pick_samples
 from nemo_fp8rl.run.signals import stop_on_signals
+from nemo_fp8rl.run.step_end import end_step, save_if_refused
 from nemo_fp8rl.run.step_log import Sample
 from nemo_fp8rl.run.stop_flag import StopFlag
 from nemo_fp8rl.run.summary import format_figures
@@ -200,21 +202,15 @@ def run_steps(
 ) -> bool:
     """Take the remaining steps, with their validations, logs and checkpoints; return False when the run was stopped."""
     cfg, policy = parts.cfg, parts.policy
-    last = cfg.grpo.max_num_steps
     latest_metrics: dict[str, float] = {}
     earlier_rows = run.read_metrics()
     for row in earlier_rows:
         latest_metrics |= row
     watch = LearningWatch(earlier_rows, run.recipe)
     parts.rollouts.begin(run.completed_steps + 1)
-    for step in range(run.completed_steps + 1, last + 1):
-        updates = policy.updates()
-        try:
+    for step in range(run.completed_steps + 1, run.last_step + 1):
+        with save_if_refused(run, policy, step):
             outcome = train_step(parts, step)
-        except StepRefused as refused:
-            if cfg.checkpointing.enabled and run.completed_steps < step - 1 and policy.updates() == updates:
-                run.save_checkpoint(step - 1, policy)
-            raise type(refused)(f"step {step}: {refused}") from None
         for note in outcome.notes:
             display.say(note)
         if outcome.alarm:
@@ -228,16 +224,7 @@ def run_steps(
         metrics |= faults.take_row()
         run.log(step, metrics, outcome.log_weights, outcome.samples if with_validation or step == 1 else None)
         latest_metrics |= metrics
-        must_stop = stop.is_set
-        is_final = step == last or must_stop
-        if cfg.checkpointing.enabled and (is_final or step % cfg.checkpointing.save_period == 0):
-            display.show_phase("checkpoint")
-            run.save_checkpoint(step, policy)
-        display.show_step(step, format_figures(latest_metrics))
-        if must_stop and step < last:
-            saved = run.completed_steps
-            hint = f"checkpoint of step {saved}: {resume_hint} continues it" if saved else "no checkpoint"
-            display.say(f"stopped after step {step}, {hint}")
+        if not end_step(run, policy, display, stop, step, format_figures(latest_metrics), resume_hint):
             return False
     return True
 
@@ -294,14 +281,14 @@ def train_step(parts: LoopParts, step: int) -> StepOutcome:
     version, ahead = parts.bridge.version, cfg.grpo.async_grpo
     check_versions(completions, version, ahead.max_trajectory_age_steps if ahead.enabled else 0)
 
-    batch = score_batch(parts, rollout, clock)
+    batch, sharpness = score_batch(parts, rollout, step, clock)
     samples = pick_samples(rollout, batch, parts.tokenizer)
     log_weights = log_weight_histogram(batch.prev_logprobs, batch.generation_logprobs, batch.token_mask)
     # the mismatch is of all tokens that were generated, also of those that the loss leaves out
     limits = parts.explained, cfg.nemo_fp8rl.mismatch_alarm == "stop"
     newest = version, parts.explained_newest
     judgement = judge_and_correct(
-        batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction, *limits, *newest
+        batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction, *limits, *newest, sharpness
     )
     notes = [f"step {step}: {sentence}" for sentence in judgement.warnings]
     per_rollout = cfg.policy.megatron_cfg.scheduler.per_rollout
@@ -334,7 +321,7 @@ def train_step(parts: LoopParts, step: int) -> StepOutcome:
     parts.rollouts.begin(step + 1)
 
     signal = signal_metrics(cfg, parts.tokenizer, rollout)
-    metrics = step_metrics(cfg, rollout, judgement, average_steps(steps) | signal, skipped)
+    metrics = step_metrics(cfg, rollout, judgement, average_steps(steps) | signal | sharpness, skipped)
     if cfg.nemo_fp8rl.noise.enabled:
         metrics["noise/sigma"] = sigma_of(cfg.nemo_fp8rl.noise, version, cfg.grpo.max_num_steps)
     metrics |= clock.metrics() | refit.metrics() | memory | parts.rollouts.metrics()
@@ -343,25 +330,36 @@ def train_step(parts: LoopParts, step: int) -> StepOutcome:
     return StepOutcome(metrics, notes, judgement.alarm, log_weights, samples)
 
 
-def score_batch(parts: LoopParts, rollout: Rollout, clock: Stopwatch) -> ScoredBatch:
-    """Return the rollout as a batch, with the trainer's log-probs, rewards and advantages."""
-    cfg = parts.cfg
+def score_batch(
+    parts: LoopParts, rollout: Rollout, step: int, clock: Stopwatch
+) -> tuple[ScoredBatch, dict[str, float]]:
+    """Return the rollout as a batch, with the trainer's log-probs, rewards and advantages, and the sharpness metrics.
+
+    The metrics are empty at a step that does not measure them.
+    """
+    cfg, sharpness = parts.cfg, dict[str, float]()
+    period = cfg.nemo_fp8rl.sharpness.period
     batch = collate(rollout.prompts, rollout.completions, parts.tokenizer.pad_token_id, cfg.grpo.async_grpo.enabled)
     if cfg.grpo.overlong_filtering:
         answered = [float(completion.finish_reason == "stop") for completion in rollout.completions]
         batch = replace(batch, sample_mask=torch.tensor(answered))
     reference_logprobs = None
     with clock("logprob"):
-        prev_logprobs = parts.policy.logprobs(batch)
+        if period and step % period == 0:
+            prev_logprobs, values = parts.policy.logprobs_and_sharpness(batch)
+            sharpness = sharpness_metrics(values, batch.token_mask)
+        else:
+            prev_logprobs = parts.policy.logprobs(batch)
         if cfg.loss_fn.reference_policy_kl_penalty:
             reference_logprobs = parts.policy.reference_logprobs(batch)
-    return ScoredBatch(
+    scored = ScoredBatch(
         **vars(batch),
         rewards=rollout.rewards,
         prev_logprobs=prev_logprobs,
         advantages=compute_advantages(cfg, rollout, batch, prev_logprobs, reference_logprobs),
         reference_policy_logprobs=reference_logprobs,
     )
+    return scored, sharpness
 
 
 def validate(parts: LoopParts) -> dict[str, float]:

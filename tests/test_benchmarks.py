@@ -30,6 +30,7 @@ ARGUMENTS = {
     "refit": ["--small", "--rounds", "1", "--json", "{}/figures.json"],
     "residual": ["--samples", "8", "--folder", "{}"],
     "rollout": ["--batch-sizes", "1", "4", "--rounds", "1", "--layers", "1", "--json", "{}/figures.json"],
+    "stability": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "turns": ["--conversations", "4", "--turns", "2", "--rounds", "1", "--json", "{}/figures.json"],
     "train_step": ["--rounds", "1", "--json", "{}/figures.json"],
     "training": ["--steps", "60", "--seeds", "2", "--folder", "{}"],

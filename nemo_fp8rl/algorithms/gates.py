@@ -7,7 +7,8 @@ In a recipe, for instance with what NVIDIA accepts:
         - {metric: token_mult_prob_error, max: 1.05, action: warn}
         - {metric: gen_kl_error, max: 0.015, action: stop}
 
-The metrics are those of mismatch.py over the whole batch. A metric that is NaN trips every gate on it.
+The metrics are those of mismatch.py over the whole batch, and at the steps that measure it the trainer's sharpness. A
+metric that is NaN trips every gate on it.
 
 Without any gate there is an alarm (`alarm`): a mismatch that the run's precision does not explain is never silent. It
 warns and does not stop, because a limit for all models can only be a rough one; `mismatch_alarm: stop` makes it stop.
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nemo_fp8rl.algorithms.metric_names import METRICS
+from nemo_fp8rl.algorithms.metric_names import METRICS, SHARPNESS
 from nemo_fp8rl.common.errors import StepRefused, UserError
 from nemo_fp8rl.common.field_rules import AT_LEAST_0, Block, check_fields
 
@@ -26,7 +27,7 @@ Action = Literal["warn", "skip_step", "stop"]
 
 AGREEMENT = ("exact_logprob_fraction", "ess", "ess_seq", "probs_pearson_corr")
 """Metrics that grow with agreement, for which an upper limit means nothing."""
-GATED = tuple(name for name in METRICS if name not in AGREEMENT)
+GATED = (*(name for name in METRICS if name not in AGREEMENT), *SHARPNESS)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class GateConfig(Block):
     """One entry of `nemo_fp8rl.gates`."""
 
     metric: str
-    """A metric of the mismatch. One of GATED: the mismatch metrics, without those that grow with agreement."""
+    """A metric of the mismatch, or sharpness. One of GATED: without those that grow with agreement."""
     max: Annotated[float, AT_LEAST_0]
     """Largest value that passes."""
     action: Action
@@ -120,12 +121,21 @@ class GateStop(StepRefused):
     """A gate of the recipe ends the run: trainer and engine disagree too much."""
 
 
-def check_gates(gates: Sequence[GateConfig]) -> None:
-    """Raise UserError, naming the entry, when an entry is invalid or repeats metric and action of an earlier entry."""
+def check_gates(gates: Sequence[GateConfig], sharpness_period: int) -> None:
+    """Raise UserError, naming the entry, when an entry is invalid, repeats metric and action of an earlier entry, or
+    limits a sharpness that no step measures.
+
+    sharpness_period:  nemo_fp8rl.sharpness.period
+    """
     first: dict[tuple[str, str], int] = {}
     for i, gate in enumerate(gates):
         key = f"nemo_fp8rl.gates[{i}]"
         gate.check(key)
+        if gate.metric in SHARPNESS and not sharpness_period:
+            raise UserError(
+                f"{key}.metric={gate.metric} is never measured with nemo_fp8rl.sharpness.period=0: set the period to "
+                "the number of steps between measurements"
+            )
         earlier = first.setdefault((gate.metric, gate.action), i)
         if earlier != i:
             raise UserError(
@@ -137,10 +147,11 @@ def check_gates(gates: Sequence[GateConfig]) -> None:
 def apply_gates(gates: Sequence[GateConfig], metrics: Mapping[str, float]) -> tuple[bool, list[str]]:
     """Return whether the batch must be skipped, and a message for each gate that trips, in their order.
 
-    metrics: of `MismatchSums.metrics`
+    metrics: of `MismatchSums.metrics`, and sharpness; a gate on a metric that this step did not measure does not trip
     Raises:  GateStop where a gate ends the run
     """
-    tripped = [gate for gate in gates if not metrics[gate.metric] <= gate.max]  # so that NaN trips
+    measured = [gate for gate in gates if gate.metric in metrics]
+    tripped = [gate for gate in measured if not metrics[gate.metric] <= gate.max]  # so that NaN trips
     actions = {gate.action for gate in tripped}
     messages = [
         f"{gate.metric} is {metrics[gate.metric]:.6g}, its gate allows at most {gate.max:.6g} ({gate.action})"

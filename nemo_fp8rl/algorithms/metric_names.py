@@ -16,6 +16,8 @@ METRICS = (
     "chi2_token", "chi2_seq", "ess", "ess_seq", "probs_pearson_corr",
 )  # fmt: skip
 """Names of `mismatch.MismatchSums.metrics`."""
+SHARPNESS = ("sharpness", "sharpness_last_token")
+"""Names of `policy.sharpness.sharpness_metrics`, at the steps that nemo_fp8rl.sharpness measures."""
 LARGEST = 1e100
 """Largest value of a metric; sums, squares and ranges of such values are finite, too."""
 NUMBERED = re.compile(r"\d{1,15}(?=_|\Z)", re.ASCII)

@@ -4,7 +4,7 @@ ScoredBatch --mismatch--> gates --rollout correction--> TrainBatch --split--> on
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ def judge_and_correct(
     stops: bool = False,
     trainer_version: int | None = None,
     explained_newest: float = math.inf,
+    sharpness: Mapping[str, float] | None = None,
 ) -> Judgement:
     """Measure the mismatch, apply the gates to it, and correct the batch.
 
@@ -63,12 +64,13 @@ def judge_and_correct(
     stops:             the alarm ends the run
     trainer_version:   the version that gave prev_logprobs; needed with `token_versions`
     explained_newest:  the same as `explained`, for the answers that gates see
+    sharpness:         further metrics that gates see, of the trainer alone, whatever the versions of the answers
     Raises:      GateStop where a gate or the alarm ends the run, RolloutError (see `correct_batch`)
     """
     seen = MismatchSums()
     mismatch, by_lag, skip_update, warnings = dict[str, float](), dict[str, float](), False, list[str]()
     logprobs, newest = (batch.prev_logprobs, batch.generation_logprobs), mask
-    sentence = ""
+    sentence, judged = "", dict[str, float]()
     if batch.token_versions is not None and trainer_version is not None and mask.any():
         by_lag = mismatch_by_lag(*logprobs, mask, batch.token_versions, trainer_version)
         newest = mask * of_version(batch, trainer_version)[:, None]
@@ -78,8 +80,8 @@ def judge_and_correct(
         sentence = alarm(mismatch, explained)
     if newest.any():
         judged = mismatch if newest is mask else mismatch_metrics(*logprobs, newest)
-        skip_update, warnings = apply_gates(gates, judged)
         sentence = sentence or (alarm(judged, explained_newest) if newest is not mask else "")
+    skip_update, warnings = apply_gates(gates, {**judged, **(sharpness or {})})
     if sentence and stops:
         raise GateStop(sentence)
     metrics: dict[str, float] = {}

@@ -90,7 +90,7 @@ class SchedulerConfig(Block):
 
 @dataclass(frozen=True)
 class DdpConfig(Block):
-    """How data-parallel ranks sum gradients."""
+    """How data-parallel ranks sum gradients (`policy.optimizer.grad_reduce`)."""
 
     grad_reduce_in_fp32: Annotated[bool, EarlierRuns(True), NEMO_RL] = True
     """Accumulate and send gradients in float32. false: in policy.precision."""

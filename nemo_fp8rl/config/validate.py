@@ -44,6 +44,7 @@ def check(cfg: Config) -> None:
     _check_number_format(cfg)
     _check_quantized_training(cfg)
     _check_noise(cfg)
+    _check_gradients(cfg)
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:
@@ -140,6 +141,23 @@ def _check_noise(cfg: Config) -> None:
         raise UserError(
             "nemo_fp8rl.noise.where=both with grpo.async_grpo.enabled=true: a batch has answers of several versions, "
             "and the trainer computes with the noise of one; set where=engine, or async_grpo.enabled=false"
+        )
+
+
+def _check_gradients(cfg: Config) -> None:
+    choice, block = cfg.policy.megatron_cfg.distributed_data_parallel_config, "policy.megatron_cfg"
+    key = f"{block}.distributed_data_parallel_config.reduce_scatter_with_fp32_accumulation=true"
+    if not choice.reduce_scatter_with_fp32_accumulation:
+        return
+    if cfg.nemo_fp8rl.grad_reduce == "fp8":
+        raise UserError(
+            f"nemo_fp8rl.grad_reduce=fp8 sends gradients in FP8 and sums them in float32, {key} sends them in "
+            "policy.precision: set one of the two, nemo_fp8rl.grad_reduce=auto or the other to false"
+        )
+    if choice.grad_reduce_in_fp32:
+        raise UserError(
+            f"{key} is for gradients in policy.precision, and "
+            f"{block}.distributed_data_parallel_config.grad_reduce_in_fp32=true has them in float32: set that to false"
         )
 
 
@@ -242,7 +260,7 @@ def check_asynchronous(cfg: Config) -> None:
 
 def _check_algorithm(cfg: Config) -> None:
     resolve_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)
-    check_gates(cfg.nemo_fp8rl.gates)
+    check_gates(cfg.nemo_fp8rl.gates, cfg.nemo_fp8rl.sharpness.period)
     if cfg.loss_fn.force_on_policy_ratio and cfg.policy.train_global_batch_size != cfg.rollout_batch_size:
         raise UserError(
             f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="
@@ -289,6 +307,7 @@ def _check_schedule(cfg: Config) -> None:
             f"{block}.scheduler.lr_warmup_iters={scheduler.lr_warmup_iters} must be below "
             f"{block}.scheduler.lr_decay_iters={scheduler.lr_decay_iters}"
         )
+    _check_wsd(cfg, f"{block}.scheduler")
     for key, value in (
         ("optimizer.min_lr", optimizer.min_lr),
         ("scheduler.lr_warmup_init", scheduler.lr_warmup_init),
@@ -322,6 +341,24 @@ def _check_optimizer_states(cfg: Config) -> None:
     if cfg.nemo_fp8rl.fp8_param:
         raise UserError(
             f"{subject} with nemo_fp8rl.fp8_param=true: FP8 weights are quantized from float32 masters; set it to fp32"
+        )
+
+
+def _check_wsd(cfg: Config, block: str) -> None:
+    scheduler = cfg.policy.megatron_cfg.scheduler
+    style, steps = scheduler.lr_decay_style, scheduler.lr_wsd_decay_iters
+    if style != "WSD":
+        if steps is not None or scheduler.lr_wsd_decay_style != "exponential":
+            raise UserError(
+                f"{block}.lr_wsd_decay_iters and lr_wsd_decay_style are of the schedule WSD, and {block}."
+                f"lr_decay_style is {style}: remove them, or set lr_decay_style=WSD"
+            )
+    elif steps is None:
+        raise UserError(f"{block}.lr_decay_style=WSD needs {block}.lr_wsd_decay_iters, the steps of its decay")
+    elif scheduler.lr_warmup_iters + steps > scheduler.lr_decay_iters:
+        raise UserError(
+            f"{block}.lr_wsd_decay_iters={steps} and lr_warmup_iters={scheduler.lr_warmup_iters} do not fit in "
+            f"{block}.lr_decay_iters={scheduler.lr_decay_iters}, which is warm-up, constant rate and decay; raise it"
         )
 
 

@@ -61,6 +61,13 @@ class Policy(WeightSource, Protocol):
         """Return float32 [B, T]: the log-probability of input_ids[:, t] given the tokens before it; 0 at position 0."""
         ...
 
+    def logprobs_and_sharpness(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """Return `logprobs`, the same to the bit, and the sharpness of each token (`policy.sharpness`), alike [B, T].
+
+        Its box has the size nemo_fp8rl.sharpness.epsilon.
+        """
+        ...
+
     def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
         """Return `logprobs` under the weights of policy.model_name.
 
@@ -69,7 +76,7 @@ class Policy(WeightSource, Protocol):
         ...
 
     def train_step(self, batch: RolloutBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
-        """Take one optimizer step on the whole batch and return the loss's metrics, grad_norm and lr.
+        """Take one optimizer step on the whole batch and return the loss's metrics, grad_norm, lr and grad_bytes.
 
         schedules:  True advances the learning-rate schedule before the step, so that step n (from 1) has rate n;
                     False leaves that to `step_schedule`

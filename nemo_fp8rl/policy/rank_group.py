@@ -31,7 +31,7 @@ from nemo_fp8rl.workers import WorkerDied, shutdown_on_error, start_workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
-REPLICATED_METRICS = ("grad_norm", "lr")
+REPLICATED_METRICS = ("grad_norm", "lr", "grad_bytes")
 """Metrics that are equal on all ranks; all others are `combine_metrics` over the ranks that report."""
 
 KV_CALIBRATION_SAMPLES = 64
@@ -71,11 +71,16 @@ class MegatronPolicy:
 
     @_lock_weights
     def logprobs(self, batch: SequenceBatch) -> Tensor:
-        return self._call_by_row("logprobs", batch)
+        return self._call_by_row("logprobs", batch)[0]
+
+    @_lock_weights
+    def logprobs_and_sharpness(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        logprobs, sharpness = self._call_by_row("logprobs_and_sharpness", batch)
+        return logprobs, sharpness
 
     @_lock_weights
     def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
-        return self._call_by_row("reference_logprobs", batch)
+        return self._call_by_row("reference_logprobs", batch)[0]
 
     @_lock_weights
     def train_step(self, batch: RolloutBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
@@ -211,10 +216,15 @@ class MegatronPolicy:
             else torch.arange(batch.num_rows)
         )
 
-    def _call_by_row(self, method: str, batch: SequenceBatch) -> Tensor:
-        """Call the method on every shard and return its value of each row, in the batch's order."""
+    def _call_by_row(self, method: str, batch: SequenceBatch) -> list[Tensor]:
+        """Call the method on every shard and return its values of each row, in the batch's order.
+
+        method:  returns one tensor or a tuple of them, [rows, ...] each
+        """
         order = self._row_order(batch)
-        return torch.cat(self._call_on_shards(method, batch, order))[order.argsort()]
+        answers = self._call_on_shards(method, batch, order)
+        shards = [answer if isinstance(answer, tuple) else (answer,) for answer in answers]
+        return [torch.cat(parts)[order.argsort()] for parts in zip(*shards, strict=True)]
 
     def _call_on_shards(self, method: str, batch: SequenceBatch, order: Tensor, *arguments: Any) -> list[Any]:
         """Call the method on every rank with its shard; return one answer per shard, that of its reporter."""

@@ -21,7 +21,7 @@ from nemo_fp8rl.algorithms.gates import (
     check_gates,
     explained_mismatch,
 )
-from nemo_fp8rl.algorithms.metric_names import METRICS
+from nemo_fp8rl.algorithms.metric_names import METRICS, SHARPNESS
 from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
 from nemo_fp8rl.common.errors import UserError
 
@@ -75,10 +75,27 @@ def test_all_metrics_but_those_that_grow_with_agreement_can_be_gated():
     agree = mismatch_metrics(gen, gen, mask)
     differ = mismatch_metrics(gen + torch.randn(4, 9, generator=generator), gen, mask)
     assert all(differ[metric] < agree[metric] for metric in AGREEMENT)
-    assert set(GATED) | set(AGREEMENT) == set(METRICS) == set(agree)
+    assert set(METRICS) == set(agree)
+    assert set(GATED) | set(AGREEMENT) == {*METRICS, *SHARPNESS}
     gates = [GateConfig(metric, 1.0, "warn") for metric in GATED]
-    check_gates(gates)
+    check_gates(gates, 1)
     apply_gates(gates, agree)
+
+
+def test_a_gate_on_sharpness_trips_only_where_it_is_measured():
+    gate = GateConfig("sharpness", 0.5, "skip_step")
+    assert apply_gates([gate], {"gen_kl_error": 1.0}) == (False, [])
+    assert apply_gates([gate], {"sharpness": 0.5}) == (False, [])
+    assert apply_gates([gate], {"sharpness": 0.75}) == (
+        True,
+        ["sharpness is 0.75, its gate allows at most 0.5 (skip_step)"],
+    )
+
+
+@pytest.mark.parametrize("metric", SHARPNESS)
+def test_a_gate_on_sharpness_needs_a_period(metric):
+    with pytest.raises(UserError, match=rf"gates\[1\].metric={metric} is never measured with .*period=0: set"):
+        check_gates([KL, GateConfig(metric, 0.5, "stop")], 0)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +115,11 @@ def test_all_metrics_but_those_that_grow_with_agreement_can_be_gated():
 )
 def test_a_wrong_gate_is_refused_by_its_place(gate, why):
     with pytest.raises(UserError, match=why):
-        check_gates([KL, gate])
+        check_gates([KL, gate], 1)
 
 
 def test_one_metric_may_have_a_gate_for_each_action():
-    check_gates([GateConfig("gen_kl_error", limit, action) for limit, action in ((0.01, "warn"), (0.1, "stop"))])
+    check_gates([GateConfig("gen_kl_error", limit, action) for limit, action in ((0.01, "warn"), (0.1, "stop"))], 0)
 
 
 def test_a_recipe_may_not_give_other_keys():

@@ -133,6 +133,7 @@ def show(report: Report) -> None:
         phases.add_row(phase.name, f"{phase.total / GIB:.1f}", parts)
     if report.memory.phases:
         console.print(phases)
+        console.print(str(report.memory.parameter), soft_wrap=True, highlight=False, markup=False)
     table = Table(show_header=False)
     for finding in report.findings:
         table.add_row(Text(finding.level, COLOURS[finding.level]), Text(finding.topic), Text(finding.text))

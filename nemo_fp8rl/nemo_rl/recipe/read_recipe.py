@@ -155,7 +155,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), needs_data: boo
     block = to_block(values[BLOCK], Fp8RlConfig, f"{BLOCK}.")
     if block.correction is not None:
         block.correction.resolve()
-    check_gates(block.gates)
+    check_gates(block.gates, block.sharpness.period)
     return NemoRlRecipe(path, values, checkout)
 
 

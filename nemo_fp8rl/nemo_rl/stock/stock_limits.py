@@ -38,6 +38,11 @@ def check_stock(values: Mapping[str, Any], survives_refit: bool) -> None:
             "nemo_fp8rl.noise.enabled=true: NeMo RL's own trainer sends its weights as they are: set "
             "nemo_fp8rl.workers=ours"
         )
+    if at(values, "nemo_fp8rl.grad_reduce", "auto") == "fp8":
+        raise UserError(
+            "nemo_fp8rl.grad_reduce=fp8: NeMo RL's own trainer sums gradients as Megatron does: set it to auto, "
+            f"{OR_PACKAGE_WORKERS}"
+        )
     if refusal := why_correction_unsupported(values) or why_policy_unsupported(policy, survives_refit):
         raise UserError(refusal)
     megatron = at(values, "policy.megatron_cfg.enabled", False)  # a recipe for the other trainer keeps the block

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 from nemo_fp8rl.ops.alignment import Alignment
+from nemo_fp8rl.policy.sharpness import sharpness
 
 SOFTMAX_ROWS = 16
 """The least number of rows of one float32 softmax; a GPU takes as many rows as fit into VALUES."""
@@ -80,6 +81,7 @@ def token_logprobs(
     token_filter: TokenFilter | None = None,
     whole: bool = False,
     head: Head = TORCH_HEAD,
+    measurement: "Measurement | None" = None,
 ) -> Tensor:
     """Return log softmax(hidden @ weight^T / temperature) at the targets, float32 [N], with gradients.
 
@@ -96,11 +98,23 @@ def token_logprobs(
     token_filter:  take the softmax only over the tokens that top-k and top-p select; implies `whole`
     whole:         every rank gathers all logits of a token, so that its softmax equals that of one rank to the bit
     head:          the functions of the head; the engine's, where the two must agree to the bit
+    measurement:   receives the sharpness of each token; None measures nothing
     """
-    options = _Options(temperature, chunk_size, first_token, group, token_filter, head)
+    options = _Options(temperature, chunk_size, first_token, group, token_filter, head, measurement)
     if token_filter or (whole and group is not None and group.size() > 1):
         return _WholeLogprobs.apply(hidden, weight, targets, options)
     return _TokenLogprobs.apply(hidden, weight, targets, options)
+
+
+class Measurement(NamedTuple):
+    """A measurement of sharpness at the logits of the softmax, so after temperature, top-k and top-p.
+
+    epsilon:  see `sharpness`
+    values:   float32 [N], written by the forward pass
+    """
+
+    epsilon: float
+    values: Tensor
 
 
 class _Options(NamedTuple):
@@ -112,14 +126,15 @@ class _Options(NamedTuple):
     group: dist.ProcessGroup | None
     token_filter: TokenFilter | None
     head: Head
+    measurement: Measurement | None
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options) -> Tensor:
-        temperature, chunk_size, first_token, group, _, head = options
+        temperature, chunk_size, first_token, group, _, head, measurement = options
         is_shared = group is not None and group.size() > 1
-        targets = targets - first_token
+        ids, targets = targets, targets - first_token
         is_local = (targets >= 0) & (targets < len(weight))
         targets = targets.clamp(0, len(weight) - 1)
         out = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -133,6 +148,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 out[rows] = head.log_softmax(scaled).gather(-1, targets[rows, None]).squeeze(-1)
                 if is_shared:
                     log_share[rows] = scaled.logsumexp(-1)
+                if measurement is not None:
+                    measurement.values[rows] = sharpness(scaled, ids[rows], measurement.epsilon, first_token, group)
             del logits  # before the next chunk's logits are made
         if is_shared:
             log_share -= _log_sum_exp(log_share, group)
@@ -146,7 +163,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, is_local, share = ctx.saved_tensors
-        temperature, chunk_size, *_, head = ctx.options
+        temperature, chunk_size, *_, head, _ = ctx.options
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), chunk_size):
             chunk = slice(start, start + chunk_size)
@@ -203,7 +220,7 @@ def _whole_rows(
     Yields: a chunk's logits [c, this rank's tokens], the first of the rows in it, the rows in `hidden`, and their
     log-probs [r, V].
     """
-    temperature, chunk_size, first_token, group, token_filter, head = options
+    temperature, chunk_size, first_token, group, token_filter, head, measurement = options
     local = slice(first_token, first_token + len(weight))
     is_shared = group is not None and group.size() > 1
     vocab_size = torch.tensor(local.stop)
@@ -222,6 +239,8 @@ def _whole_rows(
                 scaled = whole
             if token_filter:
                 scaled = filter_logits(scaled, targets[rows], token_filter)
+            if measurement is not None:  # every rank has the whole vocabulary
+                measurement.values[rows] = sharpness(scaled, targets[rows], measurement.epsilon)
             yield logits, at, rows, head.log_softmax(scaled)
         del logits  # before the next chunk's logits are made; the caller deletes its reference, too
 

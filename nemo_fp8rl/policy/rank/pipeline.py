@@ -7,7 +7,7 @@ two ways: one sequence per row, right-padded to the longest; or packed, one afte
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,26 @@ from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.ops.alignment import Alignment
 from nemo_fp8rl.policy.layers.context_parallel import gather_tokens
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
-from nemo_fp8rl.policy.layers.logprobs import TokenFilter, choose_head, token_logprobs
+from nemo_fp8rl.policy.layers.logprobs import Measurement, TokenFilter, choose_head, token_logprobs
 from nemo_fp8rl.policy.layers.packed_sequences import PackedSequences
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import PolicyModel
 
-FinishMicrobatch = Callable[[Tensor, Tensor | None, Tensor, Any], tuple[Tensor, Any]]
-"""(next-token log-probs [B, T-1], the same without top-k and top-p or None, row numbers, rows) of a microbatch ->
-(value to differentiate, result to return).
-"""
+
+class TokenValues(NamedTuple):
+    """Values of the next tokens of a microbatch, float32 [B, T-1] each.
+
+    unfiltered:  the log-probs without top-k and top-p, or None
+    sharpness:   see `policy.sharpness`; None where it is not measured
+    """
+
+    logprobs: Tensor
+    unfiltered: Tensor | None = None
+    sharpness: Tensor | None = None
+
+
+FinishMicrobatch = Callable[[TokenValues, Tensor, Any], tuple[Tensor, Any]]
+"""(values of the tokens, row numbers, rows) of a microbatch -> (value to differentiate, result to return)."""
 
 
 @dataclass
@@ -58,7 +69,13 @@ class Pipeline:
     alignment: Alignment
 
     def run(
-        self, batch: SequenceBatch, finish: FinishMicrobatch, *, training: bool, filter_tokens: bool = True
+        self,
+        batch: SequenceBatch,
+        finish: FinishMicrobatch,
+        *,
+        training: bool,
+        filter_tokens: bool = True,
+        epsilon: float | None = None,
     ) -> list[Any]:
         """Run the forward pass, in training also the backward pass, over the batch.
 
@@ -66,6 +83,7 @@ class Pipeline:
         filter_tokens:  take log-probs over the tokens that the engine's top-k and top-p select, if these are set;
                         `finish` then also gets the unfiltered log-probs where the rows have a reference policy, whose
                         KL needs them
+        epsilon:        measure the sharpness of each token with it; None measures nothing
         """
         generation = self.policy.generation
         token_filter = TokenFilter(generation.top_k, generation.top_p) if filter_tokens else None
@@ -82,11 +100,12 @@ class Pipeline:
                 tokens = row.to(self.device), position.to(self.device)
 
             def finish_stage(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-                logprobs, unfiltered = self._next_token_logprobs(hidden, part.input_ids, tokens, token_filter), None
+                values = self._next_token_values(hidden, part.input_ids, tokens, token_filter, epsilon)
                 has_reference = isinstance(part, ScoredBatch) and part.reference_policy_logprobs is not None
                 if training and token_filter and has_reference:
-                    unfiltered = self._next_token_logprobs(hidden, part.input_ids, tokens, None)
-                value, result = finish(logprobs, unfiltered, index, part)
+                    unfiltered = self._next_token_values(hidden, part.input_ids, tokens, None, None).logprobs
+                    values = values._replace(unfiltered=unfiltered)
+                value, result = finish(values, index, part)
                 return value, torch.tensor(0), result  # 0 tokens, because the loss itself divides by their number
 
             return self._run_stage(model, part, lengths, tokens), finish_stage
@@ -153,10 +172,15 @@ class Pipeline:
         local = slice(*self.model.layout.context.span(inputs.size(1)))
         return model(inputs[:, local], positions[:, local], None, **packed)
 
-    def _next_token_logprobs(
-        self, hidden: Tensor, ids: Tensor, tokens: tuple[Tensor, Tensor] | None, token_filter: TokenFilter | None
-    ) -> Tensor:
-        """Return the log-probs of ids[:, 1:], float32 [B, T-1], at the engine's sampling temperature.
+    def _next_token_values(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        tokens: tuple[Tensor, Tensor] | None,
+        token_filter: TokenFilter | None,
+        epsilon: float | None,
+    ) -> TokenValues:
+        """Return the log-probs of ids[:, 1:] at the engine's sampling temperature, with their sharpness or without.
 
         At padding the values are arbitrary, or 0 if sequences are packed.
         ids:  int64 [B, T]
@@ -167,6 +191,9 @@ class Pipeline:
         context, length = layout.context, targets.size(1)
         targets = F.pad(targets, (0, hidden.size(1) * context.size - length))
         targets = targets[:, slice(*context.span(targets.size(1)))]
+        measurement = None
+        if epsilon is not None:
+            measurement = Measurement(epsilon, torch.empty(targets.numel(), device=hidden.device))
         logprobs = token_logprobs(
             hidden.flatten(0, 1),
             head,
@@ -178,11 +205,18 @@ class Pipeline:
             token_filter,
             whole=self.alignment != "none",
             head=choose_head(self.alignment),
+            measurement=measurement,
         )
-        logprobs = gather_tokens(logprobs.view(targets.shape), parallel_state.get_context_parallel_group())[:, :length]
-        if tokens is None:
-            return logprobs
-        return logprobs.new_zeros(ids[:, 1:].shape).index_put(tokens, logprobs[0])
+
+        def place(values: Tensor) -> Tensor:
+            """Return the values of this rank's tokens at their places in the rows, with those of the other ranks."""
+            group = parallel_state.get_context_parallel_group()
+            values = gather_tokens(values.view(targets.shape), group)[:, :length]
+            if tokens is None:
+                return values
+            return values.new_zeros(ids[:, 1:].shape).index_put(tokens, values[0])
+
+        return TokenValues(place(logprobs), sharpness=None if measurement is None else place(measurement.values))
 
 
 def _drop_dispatcher_graphs(model: torch.nn.Module) -> None:

@@ -38,9 +38,10 @@ from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, check_gpu_policy, transformer_config
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer.builders import build_ddp, build_optimizer, build_scheduler, check_finite
+from nemo_fp8rl.policy.optimizer.grad_reduce import largest_of_ranks
 from nemo_fp8rl.policy.rank.description import describe_rank
 from nemo_fp8rl.policy.rank.offload import Offload
-from nemo_fp8rl.policy.rank.pipeline import Pipeline
+from nemo_fp8rl.policy.rank.pipeline import Pipeline, TokenValues
 from nemo_fp8rl.policy.rank.process_groups import destroy_process_groups, make_layout, start_process_groups
 from nemo_fp8rl.policy.rank.reference_policy import ReferencePolicy
 from nemo_fp8rl.policy.weights.global_scales import GlobalScales
@@ -151,20 +152,33 @@ class MegatronWorker:
         with self.noise.applied(self.rank_weights.norms):
             return self._clean_logprobs(batch, filter_tokens)
 
+    def logprobs_and_sharpness(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """Return `logprobs` and, in the same layout, the sharpness of the tokens (`policy.sharpness`)."""
+        self.offload.restore_parameters()
+        with self.noise.applied(self.rank_weights.norms):
+            return self._run_forward(batch, epsilon=self.cfg.nemo_fp8rl.sharpness.epsilon)
+
     def _clean_logprobs(self, batch: SequenceBatch, filter_tokens: bool = True) -> Tensor:
         """Return `logprobs` of the parameters as they are, without noise."""
-        out = torch.zeros(batch.input_ids.shape)
+        return self._run_forward(batch, filter_tokens)[0]
+
+    def _run_forward(
+        self, batch: SequenceBatch, filter_tokens: bool = True, epsilon: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and sharpness, float32 [B, T] each; without epsilon the sharpness is zeros."""
+        logprobs, sharpness = torch.zeros(batch.input_ids.shape), torch.zeros(batch.input_ids.shape)
         self.offload.restore_parameters()
 
-        def copy_out(
-            logprobs: Tensor, _unfiltered: Tensor | None, row_numbers: Tensor, part: SequenceBatch
-        ) -> tuple[Tensor, None]:
-            out[row_numbers, 1 : part.input_ids.size(1)] = logprobs.cpu()
-            return logprobs, None
+        def copy_out(values: TokenValues, row_numbers: Tensor, part: SequenceBatch) -> tuple[Tensor, None]:
+            columns = slice(1, part.input_ids.size(1))
+            logprobs[row_numbers, columns] = values.logprobs.cpu()
+            if values.sharpness is not None:
+                sharpness[row_numbers, columns] = values.sharpness.cpu()
+            return values.logprobs, None
 
         with torch.no_grad(), megatron_on_cpu():
-            self.pipeline.run(batch, copy_out, training=False, filter_tokens=filter_tokens)
-        return out
+            self.pipeline.run(batch, copy_out, training=False, filter_tokens=filter_tokens, epsilon=epsilon)
+        return logprobs, sharpness
 
     def train_step(
         self, shard: RolloutBatch, loss: Loss, totals: LossTotals, schedules: bool = True
@@ -178,9 +192,9 @@ class MegatronWorker:
         """
 
         def compute_loss(
-            logprobs: Tensor, unfiltered: Tensor | None, _row_numbers: Tensor, part: RolloutBatch
+            values: TokenValues, _row_numbers: Tensor, part: RolloutBatch
         ) -> tuple[Tensor, dict[str, float]]:
-            return loss(logprobs, part, totals, unfiltered)
+            return loss(values.logprobs, part, totals, values.unfiltered)
 
         with megatron_on_cpu():
             self.gradient_bits.start_step(self.optimizer_steps)
@@ -202,6 +216,7 @@ class MegatronWorker:
             if self.kv_cache is not None:
                 self.kv_cache.is_current = False
         metrics = {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        metrics["grad_bytes"] = largest_of_ranks(self.ddp.sent_bytes)
         return {**metrics, "global_scale_raises": float(raises)} if self.global_scales.matrices else metrics
 
     def _dropout(self) -> AbstractContextManager[None]:

@@ -24,20 +24,27 @@ def train(plan) -> dict[str, float]:
 def test_a_dense_model_on_eight_replicas(plan):
     parts = train(plan())
     assert parts["parameters"] == parts["gradients"] == 2 * LLAMA_PARAMETERS
-    assert parts["optimizer"] == (12 + 4) * LLAMA_PARAMETERS / 8
+    assert parts["optimizer"] == 12 * LLAMA_PARAMETERS / 8
     assert parts["quantized weights"] == pytest.approx(2 * FP8 * LLAMA_LINEARS)
+
+
+NO_FP8 = {"fp8_cfg": {"enabled": False}}
+AWARE = {"use_precision_aware_optimizer": True}
+IN_FP32 = {"distributed_data_parallel_config": {"grad_reduce_in_fp32": True}}
 
 
 @pytest.mark.parametrize(
     ("changes", "gradient", "optimizer"),
     [
-        ({"optimizer": {"use_precision_aware_optimizer": True}}, 2, 12 / 8),
-        ({"distributed_data_parallel_config": {"grad_reduce_in_fp32": True}}, 4, 12 / 8),
-        ({"optimizer": {"use_distributed_optimizer": False}}, 2, 16),
-        ({"optimizer": ON_HOST}, 2, 8 / 8),
-        ({"optimizer": ON_HOST | {"optimizer_offload_fraction": 0.5}}, 2, (16 + 8) / 2 / 8),
-        ({"optimizer": ON_HOST | {"use_precision_aware_optimizer": True}}, 2, None),
-        ({"optimizer": ON_HOST, "distributed_data_parallel_config": {"grad_reduce_in_fp32": True}}, 4, 4 / 8),
+        ({"optimizer": AWARE}, 2, 12 / 8),  # Megatron's float32 masters, because of the FP8 recipe
+        ({"optimizer": AWARE} | NO_FP8, 2, 10 / 8),
+        ({"optimizer": AWARE | {"store_param_remainders": False}} | NO_FP8, 2, 12 / 8),
+        (IN_FP32, 4, 12 / 8),
+        ({"optimizer": {"use_distributed_optimizer": False}}, 2, 12),
+        ({"optimizer": ON_HOST}, 2, 4 / 8),
+        ({"optimizer": ON_HOST | {"optimizer_offload_fraction": 0.5}}, 2, (12 + 4) / 2 / 8),
+        ({"optimizer": ON_HOST | AWARE}, 2, None),
+        ({"optimizer": ON_HOST} | IN_FP32, 4, 4 / 8),
     ],
 )
 def test_bytes_a_parameter(plan, changes, gradient, optimizer):
@@ -46,21 +53,37 @@ def test_bytes_a_parameter(plan, changes, gradient, optimizer):
     assert parts.get("optimizer") == (optimizer and optimizer * LLAMA_PARAMETERS)
 
 
+def test_the_step_of_the_optimizer_counts_where_its_copies_are_more_than_activations(plan):
+    """bfloat16 gradients are copied for dense part and experts, states in FP8 and FP16 for one of them at a time."""
+    short = {"policy.sequence_packing.train_mb_tokens": 64, TRAINER + "expert_model_parallel_size": 8}
+    made = plan(MIXTURE, short)
+    dense, experts = stage_parameters(made, 0)
+    parts = train(made)
+    assert parts["copies in the optimizer's step"] == 4 * (dense / 8 + experts)
+    assert not {"activations", "logits"} & parts.keys()
+    states = {"optimizer": AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}}
+    low = train(plan(MIXTURE, OURS | short | {TRAINER + key: value for key, value in (states | IN_FP32).items()}))
+    assert low["optimizer"] == (2 + 1 + 2) * (dense / 8 + experts)
+    assert low["copies in the optimizer's step"] == 8 * experts
+    long = train(plan(MIXTURE, short | {"policy.sequence_packing.train_mb_tokens": 65536}))
+    assert "copies in the optimizer's step" not in long
+    assert sum(long[name] for name in ("activations", "logits")) > 4 * (dense / 8 + experts)
+
+
 def test_what_an_optimizer_on_the_host_leaves_on_the_gpu_stays_there_through_refit_and_generation(plan):
     """NeMo RL moves no optimizer that is on the host, and its main parameters are on the GPU."""
     phases = memory_of(plan(LLAMA, {TRAINER + "optimizer": ON_HOST}), H100).phases
-    assert [phase.parts["optimizer"] for phase in phases] == [LLAMA_PARAMETERS, *[LLAMA_PARAMETERS / 2] * 2]
-    aware = memory_of(plan(LLAMA, {TRAINER + "optimizer": ON_HOST | {"use_precision_aware_optimizer": True}}), H100)
+    assert [phase.parts["optimizer"] for phase in phases] == [LLAMA_PARAMETERS / 2] * 3
+    aware = memory_of(plan(LLAMA, {TRAINER + "optimizer": ON_HOST | AWARE}), H100)
     assert not any("optimizer" in phase.parts for phase in aware.phases)
 
 
 OURS = {"nemo_fp8rl.workers": "ours"}
 
 
-def test_our_own_trainer_keeps_them_in_one_way(plan):
+def test_our_own_trainer_leaves_the_optimizer_on_the_gpu_and_recomputes_whole_layers(plan):
     unused = {
         TRAINER + "optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
-        TRAINER + "distributed_data_parallel_config": {"grad_reduce_in_fp32": False},
         TRAINER + "activation_checkpointing": True,
         TRAINER + "recompute_granularity": "selective",
     }
@@ -146,7 +169,7 @@ def test_experts_are_spread_and_share_their_optimizer_among_fewer(plan):
     made = plan(MIXTURE, {"cluster.num_nodes": 2} | {TRAINER + key: value for key, value in layout.items()})
     dense, experts = stage_parameters(made, 0)
     assert experts == EXPERTS / 8
-    assert train(made)["optimizer"] == 16 * (dense / 8 + experts / 2)  # 16 GPUs: DP 8, but 2 copies of each expert
+    assert train(made)["optimizer"] == 12 * (dense / 8 + experts / 2)  # 16 GPUs: DP 8, but 2 copies of each expert
 
 
 def test_layers_of_uneven_stages(plan):
@@ -328,7 +351,7 @@ def test_nemo_rls_own_trainer_has_the_base_in_bfloat16(plan):
     bf16 = {TRAINER + "fp8_cfg": {"enabled": False}, "nemo_fp8rl.workers": "nemo_rl"}
     parts = train(plan(LLAMA, ADAPTERS | bf16))
     assert parts["frozen base"] == 2 * LLAMA_PARAMETERS
-    assert (parts["gradients"], parts["optimizer"]) == (2 * LLAMA_ADAPTERS, 16 * LLAMA_ADAPTERS / 8)
+    assert (parts["gradients"], parts["optimizer"]) == (2 * LLAMA_ADAPTERS, 12 * LLAMA_ADAPTERS / 8)
     assert engine_weights(plan(LLAMA, ADAPTERS | bf16)) == engine_weights(plan(LLAMA, bf16))
 
 

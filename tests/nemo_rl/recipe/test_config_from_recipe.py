@@ -251,6 +251,7 @@ FORCED = {"loss_fn__force_on_policy_ratio": True, "loss_fn__use_importance_sampl
         (ASYNC | {"loss_fn__use_importance_sampling_correction": False}, "needs loss_fn.use_importance_sampling_corr"),
         (FORCED | {"policy__train_global_batch_size": 32}, "set policy.train_global_batch_size=64"),
         (FORCED | {"nemo_fp8rl__gates": [{"metric": "gen_kl_error", "max": 1, "action": "warn"}]}, "nemo_fp8rl.gates"),
+        (FORCED | {"nemo_fp8rl__sharpness": {"period": 2}}, "nemo_fp8rl.sharpness needs the log-probs"),
         (FORCED | {"nemo_fp8rl__correction": {"preset": "tis", "denominator": "kept"}}, "correction.denominator=kept"),
         (FORCED | {"nemo_fp8rl__correction": {"normalize": True}}, "correction.normalize=true needs the log-probs"),
         (FORCED | {"loss_fn__use_kl_in_reward": True}, "use_kl_in_reward needs the log-probs"),

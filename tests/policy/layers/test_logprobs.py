@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_fp8rl.policy.layers import logprobs
-from nemo_fp8rl.policy.layers.logprobs import TokenFilter, filter_logits, token_logprobs
+from nemo_fp8rl.policy.layers.logprobs import Measurement, TokenFilter, filter_logits, token_logprobs
+from nemo_fp8rl.policy.sharpness import sharpness
 
 N, H, V = 75, 24, 101
 
@@ -142,3 +143,24 @@ def test_one_chunks_logits_exist_at_a_time(token_filter):
     with Products() as products:
         token_logprobs(hidden, weight, targets, 1.0, 16, token_filter=token_filter).backward(grad)
     assert products.alive_before == [0] * 10  # five chunks, forward and backward
+
+
+@pytest.mark.parametrize("chunk_size", [16, 40, 1000])
+@pytest.mark.parametrize("token_filter", [None, RESTRICTIONS[2]])
+def test_chunks_measure_the_sharpness_of_the_whole_and_change_no_bit(chunk_size, token_filter):
+    hidden, weight, targets, grad = inputs(torch.bfloat16)
+    measurement = Measurement(0.01, torch.full((N,), torch.nan))
+    made, gradients = [], []
+    for choice in (measurement, None):
+        leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+        made.append(token_logprobs(*leaves, targets, 0.7, chunk_size, token_filter=token_filter, measurement=choice))
+        made[-1].backward(grad)
+        gradients.append([leaf.grad for leaf in leaves])
+    assert torch.equal(*made)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    logits = (hidden @ weight.t()).detach().float() / 0.7
+    if token_filter:
+        logits = filter_logits(logits, targets, token_filter)
+    expected = sharpness(logits, targets, 0.01)
+    torch.testing.assert_close(measurement.values, expected, rtol=0 if chunk_size > N else 0.05, atol=1e-2)
+    assert expected.max() > 1

@@ -19,7 +19,14 @@ from nemo_fp8rl.commands.doctor.memory.engine_memory import (
     kv_bytes_per_token,
     state_bytes_per_sequence,
 )
-from nemo_fp8rl.commands.doctor.memory.trainer_memory import FP8_WEIGHTS, refit_bytes, resident_bytes, training_bytes
+from nemo_fp8rl.commands.doctor.memory.trained_parameter import TrainedParameter
+from nemo_fp8rl.commands.doctor.memory.trainer_memory import (
+    FP8_WEIGHTS,
+    bytes_of_parameter,
+    refit_bytes,
+    resident_bytes,
+    training_bytes,
+)
 from nemo_fp8rl.commands.doctor.recipe_plan import ENGINE, TRAINER, Plan
 
 TOPIC = "memory"
@@ -46,12 +53,14 @@ class Memory:
     kv_bytes:      bytes of cache for one token on each GPU of an engine
     state_bytes:   the same for one sequence of any length, beside its tokens
     cache_tokens:  tokens that the KV cache of one engine holds, in sequences of full length
+    parameter:     bytes of a trained parameter
     """
 
     phases: list[Phase] = field(default_factory=list)
     kv_bytes: float = 0
     cache_tokens: int = 0
     state_bytes: float = 0
+    parameter: TrainedParameter | None = None
 
 
 def memory_of(plan: Plan, gpu: Gpu) -> Memory:
@@ -62,12 +71,12 @@ def memory_of(plan: Plan, gpu: Gpu) -> Memory:
     tokens = max(0, int(cache // (kv + state / _longest(plan))))
     generate = {"engine weights": engine, "KV cache": max(cache, 0), "engine workspace": WORKSPACE}
     if not plan.is_colocated:
-        return Memory([fullest, Phase("generate", generate)], kv, tokens, state)
+        return Memory([fullest, Phase("generate", generate)], kv, tokens, state, bytes_of_parameter(plan))
     beside = {"engine weights": engine, "buckets": 2 * plan.values["nemo_fp8rl"]["refit"]["bucket_bytes"]}
     resident = [resident_bytes(plan, stage) for stage in stages]
     refit = (refit_bytes(plan, i) | beside | resident[i] for i in stages)
     phases = [fullest, _fullest("refit", refit), _fullest("generate", (generate | parts for parts in resident))]
-    return Memory(phases, kv, tokens, state)
+    return Memory(phases, kv, tokens, state, bytes_of_parameter(plan))
 
 
 def _fullest(name: str, stages: Iterable[dict[str, float]]) -> Phase:

@@ -2,14 +2,16 @@
 the longest microbatch.
 
 Sources:
-- Parameters, gradients, optimizer: bytes a parameter by Megatron Core's table
-  https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html: bfloat16 parameters (2)
-  and gradients (2, or 4 with grad_reduce_in_fp32) whole on each replica; main parameters and two moments (12) shared by
-  replicas, and with bfloat16 gradients a float32 copy of them (4), which the precision-aware optimizer does without.
-  With optimizer_cpu_offload the moments are on the host; main parameters and that copy stay on the GPU, unless the
+- Parameters, gradients, optimizer: `trained_parameter.py`. Parameters and gradients are whole on each replica, masters
+  and moments shared by replicas. Copies that an optimizer step makes are freed after it, so a GPU has them or
+  activations and logits, never both.
+- NeMo RL hands its block policy.megatron_cfg.optimizer to Megatron as it is, and since its PR #3281 also the FP8 recipe
+  of fp8_cfg (`_create_megatron_config` in nemo_rl/models/megatron/setup.py). Earlier versions have 2 bytes less with
+  FP8 and the precision-aware optimizer.
+- With optimizer_cpu_offload the moments are on the host; masters and copies of gradients stay on the GPU, unless the
   optimizer is precision-aware (`_build_model_and_main_param_groups` in
   https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/distrib_optimizer.py), and NeMo RL does not
-  move them between phases.
+  move them between phases. What stays of the optimizer on the GPU is float32 (`optimizer/cpu_offloading/`).
 - Transformer Engine keeps FP8 weights row-wise and column-wise beside the parameter between microbatches
   (`_fp8_workspaces` in https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/module/base.py),
   with fp8_param instead of it. NeMo RL moves parameters, gradients and optimizer alone: the others stay on the GPU
@@ -17,16 +19,18 @@ Sources:
   https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py).
 - Activations: what each kind of layer keeps for its backward (`models/layer_kinds.py`), bfloat16 throughout, experts
   balanced.
-- The package's workers keep gradients and optimizer in one way whatever the recipe says (`policy/optimizer/`),
+- The package's workers split the optimizer and leave it on the GPU whatever the recipe says (`policy/optimizer/`),
   recompute whole layers and the logits by chunks (`benchmarks/logprobs.py`), keep FP8 weights for one pass, and keep
   the bytes that they sent as the base of deltas (`refit/sender/weight_sender.py`) on the GPU.
-- With low-rank adapters only these have gradients and an optimizer's state: 14 bytes a parameter between steps, 18 in
-  one. The package's trainer has the frozen base once, in its format (`QuantizedMatmul.freeze`; of an FP8 base
-  Transformer Engine has a transposed copy in a training step), which is its reference policy as well.
+- With low-rank adapters only these have gradients and an optimizer's state, and the package's trainer frees gradients
+  between steps: by default a parameter has 14 bytes then, and 18 in a step. That trainer has the frozen base once, in
+  its format (`QuantizedMatmul.freeze`; of an FP8 base Transformer Engine has a transposed copy in a training step),
+  which is its reference policy as well.
 """
 
 from nemo_fp8rl.commands.doctor.memory.adapter_memory import adapter_parameters
 from nemo_fp8rl.commands.doctor.memory.byte_widths import BF16, FP32, sent_width
+from nemo_fp8rl.commands.doctor.memory.trained_parameter import TrainedParameter, trained_parameter
 from nemo_fp8rl.commands.doctor.models.layer_kinds import LAYER_KINDS, expert_kept
 from nemo_fp8rl.commands.doctor.models.sizes import Weight
 from nemo_fp8rl.commands.doctor.recipe_plan import Plan
@@ -34,6 +38,7 @@ from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.fp8 import FP8
 
 FP8_WEIGHTS, OPTIMIZER, DELTA_BASE = "quantized weights", "optimizer", "kept for deltas"
+COPIES = "copies in the optimizer's step"
 FROZEN, ADAPTERS = "frozen base", "adapters"
 
 
@@ -59,13 +64,21 @@ def _on_rank(plan: Plan, weight: Weight) -> float:
 
 
 def training_bytes(plan: Plan, stage: int) -> dict[str, float]:
-    """Return the bytes on a GPU of a pipeline stage, by name."""
+    """Return the bytes on a GPU of a pipeline stage, by name, in the backward or in the optimizer's step.
+
+    It is the one of the two that needs more.
+    """
+    backward = {
+        "activations": activations(plan, stage),
+        "logits": logits(plan) if stage == plan.pipeline - 1 else 0.0,
+    }
+    parameter, shared = bytes_of_parameter(plan), _shared_parameters(plan, stage)
+    step = {COPIES: parameter.gradient_copy * sum(shared) + parameter.state_copies * max(shared)}
     parts = {
         **parameter_bytes(plan, stage),
         "gradients": _gradient_width(plan) * sum(_trained_parameters(plan, stage)),
-        OPTIMIZER: (_state_width(plan) + _gradient_copy_width(plan)) * _shared_parameters(plan, stage),
-        "activations": activations(plan, stage),
-        "logits": logits(plan) if stage == plan.pipeline - 1 else 0.0,
+        OPTIMIZER: _state_width(plan) * sum(shared),
+        **(backward if sum(backward.values()) > sum(step.values()) else step),
         DELTA_BASE: delta_base_bytes(plan, stage),
     }
     return {name: size for name, size in parts.items() if size}
@@ -80,7 +93,7 @@ def resident_bytes(plan: Plan, stage: int) -> dict[str, float]:
     )
     parts = {
         FP8_WEIGHTS: 0.0 if cleared else quantized_bytes(plan, stage),
-        OPTIMIZER: _state_width(plan) * _shared_parameters(plan, stage) if _offloaded_fraction(plan) else 0.0,
+        OPTIMIZER: _state_width(plan) * sum(_shared_parameters(plan, stage)) if _offloaded_fraction(plan) else 0.0,
         DELTA_BASE: delta_base_bytes(plan, stage),
     }
     return {name: size for name, size in parts.items() if size}
@@ -159,32 +172,44 @@ def _trained_parameters(plan: Plan, stage: int) -> tuple[float, float]:
     return adapter_parameters(plan, stage) if plan.peft.enabled else stage_parameters(plan, stage)
 
 
-def _shared_parameters(plan: Plan, stage: int) -> float:
-    """Return the parameters whose optimizer state a GPU of a pipeline stage has."""
+def _shared_parameters(plan: Plan, stage: int) -> tuple[float, float]:
+    """Return the parameters whose optimizer state a GPU of a pipeline stage has: (dense part, experts).
+
+    Megatron has an optimizer for each of the two. It copies the gradients of both, then steps one after the other.
+    """
     dense, expert = _trained_parameters(plan, stage)
     if not plan.uses_package_workers and not plan.megatron["optimizer"].get("use_distributed_optimizer", True):
-        return dense + expert
-    return dense / (plan.data * plan.context) + expert / plan.expert_data
+        return dense, expert
+    return dense / (plan.data * plan.context), expert / plan.expert_data
+
+
+def bytes_of_parameter(plan: Plan) -> TrainedParameter:
+    """Return the bytes of a trained parameter, of its optimizer those on the GPU if all of it is there."""
+    if plan.peft.enabled:
+        weight = float(BF16)
+    else:
+        stages = range(plan.pipeline)
+        weight = sum(sum(weight_bytes(plan, i)) for i in stages) / sum(sum(stage_parameters(plan, i)) for i in stages)
+    fp8 = plan.megatron.get("fp8_cfg") or {}
+    if plan.uses_package_workers:
+        has_recipe = plan.fp8_param
+    else:  # of an optimizer on the host Megatron ignores the recipe
+        has_recipe = bool(fp8.get("enabled")) and not _offloaded_fraction(plan)
+    keeps_gradient = not (plan.uses_package_workers and plan.peft.enabled)
+    return trained_parameter(plan.megatron["optimizer"], weight, _gradient_width(plan), has_recipe, keeps_gradient)
 
 
 def _gradient_width(plan: Plan) -> int:
     ddp = plan.megatron.get("distributed_data_parallel_config") or {}
-    return FP32 if plan.uses_package_workers or ddp.get("grad_reduce_in_fp32") else BF16
-
-
-def _gradient_copy_width(plan: Plan) -> int:
-    """Return the bytes, per parameter, of the float32 copy of bfloat16 gradients that an optimizer step makes."""
-    return FP32 if _gradient_width(plan) == BF16 and not _is_precision_aware(plan) else 0
+    return FP32 if ddp.get("grad_reduce_in_fp32", plan.uses_package_workers) else BF16
 
 
 def _state_width(plan: Plan) -> float:
-    """Return the bytes, per parameter, of the optimizer's main parameters and moments on the GPU."""
-    on_host = _offloaded_fraction(plan)
-    return (1 - on_host) * 3 * FP32 + on_host * (0 if _is_precision_aware(plan) else FP32)
-
-
-def _is_precision_aware(plan: Plan) -> bool:
-    return bool(plan.megatron["optimizer"].get("use_precision_aware_optimizer"))
+    """Return the bytes, per parameter, of the optimizer's masters and moments on the GPU."""
+    if on_host := _offloaded_fraction(plan):
+        is_aware = plan.megatron["optimizer"].get("use_precision_aware_optimizer")
+        return (1 - on_host) * 3 * FP32 + on_host * (0 if is_aware else FP32)
+    return bytes_of_parameter(plan).state
 
 
 def _offloaded_fraction(plan: Plan) -> float:
