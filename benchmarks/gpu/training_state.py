@@ -166,7 +166,7 @@ def compare_states(report: Report) -> None:
     from nemo_fp8rl.policy.optimizer.scaled_adam import DTYPES, MASTER, MOMENTS, ScaledAdamW
 
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(1 << 20, generator=generator).mul_(0.02).bfloat16()
+    weights = torch.randn(1 << 18, generator=generator).mul_(0.02).bfloat16()
     gradients = [torch.randn(weights.shape, generator=generator) * 1e-3 for _ in range(STEPS)]
     for mean, square, (master, (dtype, remainders)) in product(DTYPES, DTYPES, MASTERS.items()):
         if not report.has_time():
