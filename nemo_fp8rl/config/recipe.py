@@ -9,7 +9,7 @@ from nemo_fp8rl.common.field_rules import FilePath, NullAs, all_fields
 from nemo_fp8rl.config.recipe_names import check_command, find_recipe
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.typed_tree import check_keys, defaults, to_block
-from nemo_fp8rl.config.validate import check
+from nemo_fp8rl.config.validate.recipe import check
 from nemo_fp8rl.config.yaml_tree import (
     expand_homes,
     merge_override,

@@ -13,7 +13,7 @@ from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.batch import RolloutBatch, split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.validate import check
+from nemo_fp8rl.config.validate.recipe import check
 from nemo_fp8rl.fp8.block_scaled import ALONG_LAST
 from nemo_fp8rl.fp8.quantize import quantize_blockwise
 from nemo_fp8rl.policy.interface import DivergenceError
