@@ -26,6 +26,7 @@ ARGUMENTS = {
     "lora": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "loss": ["--rows", "32", "--columns", "256", "--rounds", "1", "--json", "{}/figures.json"],
     "mismatch": ["--steps", "1", "--folder", "{}"],
+    "optimizer_states": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
     "refit": ["--small", "--rounds", "1", "--json", "{}/figures.json"],
     "residual": ["--samples", "8", "--folder", "{}"],
