@@ -78,9 +78,9 @@ def learn(folder: Path, course: Course, choice: str, seed: int) -> dict[str, Any
 
 
 def movement_share(rate: float, steps: int, count: int) -> float:
-    """Return the part of the movement of float32 masters that float16 masters make, along it, in steps of one direction.
+    """Return the part of the movement of float32 masters that float16 masters make, in steps of one direction.
 
-    Beside it they move with their scale, away from 0 or towards it.
+    It is the part along that movement. Beside it they move with their scale, away from 0 or towards it.
     """
     full, half = (_movement(rate, dtype, steps, count) for dtype in (torch.float32, torch.float16))
     return float((half @ full) / (full @ full))
