@@ -200,7 +200,6 @@ class MegatronWorker:
             self.gradient_bits.start_step(self.optimizer_steps)
             self.ddp.restore_grad_buffers()
             self.ddp.zero_grad_buffer()
-            self.optimizer.zero_grad()
             # the gradients are those of the weights without noise
             with self._dropout(), self.noise.applied(self.rank_weights.norms):
                 metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
@@ -209,6 +208,7 @@ class MegatronWorker:
             if schedules:  # before the update, so that the first step of a warm-up already moves weights
                 self.scheduler.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
+            self.optimizer.zero_grad()  # frees its float32 copies of bfloat16 gradients
             self.optimizer_steps += 1
             raises = 0 if self.layout.adapters else self.global_scales.update()  # a frozen base keeps its scales
             if self.layout.adapters:  # between steps an adapter's parameter then has 14 bytes
