@@ -159,7 +159,8 @@ def prepare_overrides(folder: Path, flow: str) -> tuple[str, ...]:
     paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
     if not folder.exists():
         make_tiny(folder, TASK, family=folder.name)
-        warm_up = (*paths, f"sft.max_num_steps={WARM_UP_STEPS[TASK]}", *TASKS[TASK])
+        steps = f"sft.max_num_steps={WARM_UP_STEPS[TASK]}"
+        warm_up = (*paths, steps, *TASKS[TASK], f"logger.log_dir={folder}/sft")
         command("sft", "tiny_sft.yaml", *warm_up, "--output", f"{folder}/warm")
     return (*paths, f"policy.model_name={folder}/warm", f"nemo_fp8rl.flow={flow}", *TASKS[TASK])
 

@@ -76,8 +76,8 @@ def main() -> None:
         folder = Path(text)
         make_tiny(folder, "add")
         choices = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
-        warm_up = f"sft.max_num_steps={10 if arguments.dry_run else 150}"
-        sft(load(RECIPES / "tiny_sft.yaml", [*choices, warm_up]), folder / "warm")
+        warm_up = (f"sft.max_num_steps={10 if arguments.dry_run else 150}", f"logger.log_dir={folder}/sft")
+        sft(load(RECIPES / "tiny_sft.yaml", [*choices, *warm_up]), folder / "warm")
         for number in range(arguments.rounds):
             for way, found in measured.items():
                 found.append(measure(folder, way, number, arguments))

@@ -83,6 +83,7 @@ def main() -> None:
         f"data.train.data_path={folder}/data.jsonl",
         f"sft.max_num_steps={MIXTURES_WARM_UP if mixture else WARM_UP_STEPS[TASK]}",
         *TASKS[TASK],
+        f"logger.log_dir={folder}/sft",
         "--output",
         f"{folder}/warm",
     )

@@ -72,7 +72,8 @@ def make_warm(folder: Path, task: str, steps: int | None = None, **model: Any) -
     make_tiny(folder, task, **model)
     paths = f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl"
     warm_up = f"sft.max_num_steps={steps or WARM_UP_STEPS[task]}"
-    command("sft", "tiny_sft.yaml", *paths, warm_up, *TASKS[task], "--output", f"{folder}/warm")
+    output = (f"logger.log_dir={folder}/sft", "--output", f"{folder}/warm")
+    command("sft", "tiny_sft.yaml", *paths, warm_up, *TASKS[task], *output)
 
 
 def measure(folder: Path, task: str, flow: str, align: str, kv: str, steps: int) -> dict[str, float | str]:

@@ -172,12 +172,16 @@ def _sft(arguments: argparse.Namespace) -> bool:
 
     prepare_process(cfg)
     from nemo_fp8rl.commands.sft import sft
+    from nemo_fp8rl.run.summary import show_end
 
-    if finished := sft(cfg, arguments.output):
-        output = arguments.output
+    output = arguments.output
+    if not sft(cfg, output, arguments.resume, arguments.restartable):
+        return False
+    show_end(cfg, "sft")
+    if output:
         recipe = "tiny_cpu" if str(output) == "runs/tiny/warm" else f"RECIPE policy.model_name={output}"
         print(f"wrote {output}\nnext: nemo-fp8rl train {recipe}")
-    return finished
+    return True
 
 
 def _export(arguments: argparse.Namespace) -> bool:

@@ -52,6 +52,7 @@ from nemo_fp8rl.run.pod_stop import stop_on_pod_request
 from nemo_fp8rl.run.resume import recorded_date, recorded_recipe
 from nemo_fp8rl.run.samples import pick_samples
 from nemo_fp8rl.run.signals import stop_on_signals
+from nemo_fp8rl.run.step_end import end_step, save_if_refused
 from nemo_fp8rl.run.step_log import Sample
 from nemo_fp8rl.run.stop_flag import StopFlag
 from nemo_fp8rl.run.summary import format_figures
@@ -201,21 +202,15 @@ def run_steps(
 ) -> bool:
     """Take the remaining steps, with their validations, logs and checkpoints; return False when the run was stopped."""
     cfg, policy = parts.cfg, parts.policy
-    last = cfg.grpo.max_num_steps
     latest_metrics: dict[str, float] = {}
     earlier_rows = run.read_metrics()
     for row in earlier_rows:
         latest_metrics |= row
     watch = LearningWatch(earlier_rows, run.recipe)
     parts.rollouts.begin(run.completed_steps + 1)
-    for step in range(run.completed_steps + 1, last + 1):
-        updates = policy.updates()
-        try:
+    for step in range(run.completed_steps + 1, run.last_step + 1):
+        with save_if_refused(run, policy, step):
             outcome = train_step(parts, step)
-        except StepRefused as refused:
-            if cfg.checkpointing.enabled and run.completed_steps < step - 1 and policy.updates() == updates:
-                run.save_checkpoint(step - 1, policy)
-            raise type(refused)(f"step {step}: {refused}") from None
         for note in outcome.notes:
             display.say(note)
         if outcome.alarm:
@@ -229,16 +224,7 @@ def run_steps(
         metrics |= faults.take_row()
         run.log(step, metrics, outcome.log_weights, outcome.samples if with_validation or step == 1 else None)
         latest_metrics |= metrics
-        must_stop = stop.is_set
-        is_final = step == last or must_stop
-        if cfg.checkpointing.enabled and (is_final or step % cfg.checkpointing.save_period == 0):
-            display.show_phase("checkpoint")
-            run.save_checkpoint(step, policy)
-        display.show_step(step, format_figures(latest_metrics))
-        if must_stop and step < last:
-            saved = run.completed_steps
-            hint = f"checkpoint of step {saved}: {resume_hint} continues it" if saved else "no checkpoint"
-            display.say(f"stopped after step {step}, {hint}")
+        if not end_step(run, policy, display, stop, step, format_figures(latest_metrics), resume_hint):
             return False
     return True
 
@@ -271,6 +257,8 @@ def _machine_choices(cfg: Config, policy: Policy, generation: Generation, bridge
     choices["quantizer"] = ", ".join(sorted(trainer.quantizers)) or "none"
     if trainer.cache_roundings:
         choices["kv rounding"] = ", ".join(sorted(trainer.cache_roundings))
+    if trainer.optimizer_states:
+        choices["optimizer states"] = ", ".join(sorted(trainer.optimizer_states))
     return choices | {
         "trainer_kernels": ", ".join(sorted(trainer.kernels)) or "none in FP8",
         "engine_kernels": ", ".join(sorted(engines.kernels)),

@@ -139,7 +139,13 @@ def warm_overrides(
     with FileLock(f"{warm}.lock"):
         if not warm.exists():
             sizes = ("policy.train_global_batch_size=128", "policy.train_micro_batch_size=128")
-            choices = (*paths, *sizes, "sft.max_num_steps=150", "policy.precision=float32")
+            choices = (
+                *paths,
+                *sizes,
+                "sft.max_num_steps=150",
+                "policy.precision=float32",
+                f"logger.log_dir={warm}-run",
+            )
             assert sft(load(RECIPES / "tiny_sft.yaml", choices), warm)
     (tiny / "warm").symlink_to(warm)
     return (*tiny_overrides, f"policy.model_name={tiny}/warm")

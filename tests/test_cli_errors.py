@@ -435,9 +435,10 @@ def test_sft_overwrites_nothing(refused_message, project, folder):
 
 def test_sft_names_a_sequence_longer_than_the_trainer_takes(refused_message, project, folder):
     recipe = ["--config", CONF, f"policy.model_name={project}/model", f"data.train.data_path={project}/data.jsonl"]
-    limit = ["policy.max_total_sequence_length=8", "policy.generation.vllm_cfg.max_model_len=8"]
+    limit = ["policy.max_total_sequence_length=5", "policy.generation.vllm_cfg.max_model_len=5"]
     message = refused_message("sft", *recipe, *limit, "--output", folder / "out")
-    assert "policy.max_total_sequence_length=8" in message
+    assert "0 training examples" in message
+    assert "more have above policy.max_total_sequence_length=5 tokens" in message
     assert not (folder / "out").exists()
 
 

@@ -86,7 +86,7 @@ class Measurement:
         if self.dry_run:
             shutil.copytree(self.folder / "tiny/model", self.folder / "tiny/warm")
             return
-        warm = ("--output", f"{self.folder}/tiny/warm")
+        warm = (f"logger.log_dir={self.folder}/tiny/sft", "--output", f"{self.folder}/tiny/warm")
         if error := self.command(
             "sft", "tiny_sft.yaml", *self.paths("model"), f"sft.max_num_steps={WARM_UP_STEPS}", *warm
         ):

@@ -35,7 +35,7 @@ class GateConfig(Block):
     """One entry of `nemo_fp8rl.gates`."""
 
     metric: str
-    """One of GATED: the mismatch metrics, without those that grow with agreement, and the sharpness."""
+    """A metric of the mismatch, or sharpness. One of GATED: without those that grow with agreement."""
     max: Annotated[float, AT_LEAST_0]
     """Largest value that passes."""
     action: Action

@@ -105,6 +105,12 @@ def _add_recipe(
     command.add_argument("--config", type=path, metavar=what, help="the same, for scripts")
 
 
+def _add_resume(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
+    more = "like --resume, but start a new run if there is none"
+    command.add_argument("--restartable", action="store_true", help=more)
+
+
 def _add_runs(commands: Commands) -> None:
     """Add the commands that run a recipe."""
     train = _add(
@@ -116,8 +122,7 @@ def _add_runs(commands: Commands) -> None:
         "runs/b/config.yaml --resume # go on where that run stopped",
     )
     _add_recipe(train)
-    train.add_argument("--resume", action="store_true", help="continue the run in logger.log_dir")
-    train.add_argument("--restartable", action="store_true", help="like --resume, but start a new run if there is none")
+    _add_resume(train)
 
     nemo = _add(
         commands,
@@ -131,11 +136,13 @@ def _add_runs(commands: Commands) -> None:
     sft = _add(
         commands,
         "sft",
-        "train a model on the answers of its data, as a warm-up for GRPO",
+        "train a model on the answers of its data, or on raw text",
         "tiny_sft --output runs/tiny/warm # the model from which `train tiny_cpu` begins",
+        "my.yaml --resume sft.max_num_epochs=6 # go on where the run in logger.log_dir stopped",
     )
     _add_recipe(sft)
-    sft.add_argument("--output", type=path, required=True, metavar="DIR", help="folder for the HF checkpoint")
+    _add_resume(sft)
+    sft.add_argument("--output", type=path, metavar="DIR", help="new folder for the final HF checkpoint")
 
 
 def _add_launch(commands: Commands) -> None:

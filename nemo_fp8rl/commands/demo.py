@@ -59,8 +59,10 @@ def make_warm_model(runs: Path, warm_up_steps: int | None, parts: int) -> Path |
     say(f"1/{parts} a tiny model (Qwen3, 2 layers) and 8,100 additions, in {folder}; its warm-up on right answers")
     make_tiny(folder, "add")
     paths: dict[str, Any] = {"data.train.data_path": f"{folder}/data.jsonl", "policy.model_name": f"{folder}/model"}
+    paths["logger.log_dir"] = f"{folder}/sft"
     length = {} if warm_up_steps is None else {"sft.max_num_steps": warm_up_steps}
-    return folder if sft(load("tiny_sft", as_words(paths | length)), folder / "warm") else None
+    hint = f"nemo-fp8rl sft {quote(f'{folder}/sft/config.yaml')} --resume --output {quote(f'{folder}/warm')}"
+    return folder if sft(load("tiny_sft", as_words(paths | length)), folder / "warm", resume_hint=hint) else None
 
 
 def say(text: str) -> None:

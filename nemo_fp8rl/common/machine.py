@@ -39,7 +39,7 @@ def describe_processors(trainer: Collection[str], engines: Collection[str]) -> s
     """
     if len({*trainer, *engines}) == 1:
         return next(iter(trainer)) or "no AVX-512"
-    sides = {"trainer": trainer, "engines": engines}
+    sides = {side: names for side, names in (("trainer", trainer), ("engines", engines)) if names}
     described = (
         f"{side} {' or '.join(sorted(name or 'no AVX-512' for name in set(names)))}" for side, names in sides.items()
     )

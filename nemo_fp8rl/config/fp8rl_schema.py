@@ -129,7 +129,7 @@ class Fp8RlConfig(Block):
     correction: CorrectionConfig | None = None
     """Rollout correction beyond loss_fn's keys; null follows these."""
     gates: Annotated[tuple[GateConfig, ...], MayChange("a run that a gate stopped can go on")] = ()
-    """Limits on the mismatch of trainer and engine."""
+    """Limits on the mismatch of trainer and engine, and on the sharpness."""
     grad_reduce: Annotated[Literal["auto", "fp8"], EarlierRuns("auto")] = "auto"
     """Bytes of gradients between data-parallel ranks. auto: as policy.megatron_cfg.distributed_data_parallel_config;
     fp8: blocks of 128 values in FP8, summed in float32 in the order of ranks."""

@@ -103,9 +103,22 @@ class GrpoConfig(Block):
 
 @dataclass(frozen=True)
 class SftConfig(Block):
-    """The supervised warm-up (`nemo-fp8rl sft`)."""
+    """Supervised training (`nemo-fp8rl sft`). A step takes policy.train_global_batch_size examples."""
 
-    max_num_steps: Annotated[int, ABOVE_0] = 200
-    """Steps of the warm-up."""
+    max_num_steps: Annotated[int, ABOVE_0, MAY_CHANGE] = 200
+    """Steps of the run."""
+    max_num_epochs: Annotated[int | None, ABOVE_0, MAY_CHANGE] = None
+    """Epochs after which a run ends that has not ended before; null sets no limit. An epoch has as many whole steps as
+    the examples fill."""
+    val_period: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 10
+    """Steps between measurements of the held-out loss; 0 never measures it on the way."""
+    val_at_start: Annotated[bool, MAY_CHANGE] = True
+    """Measure before the first step."""
+    val_at_end: Annotated[bool, MAY_CHANGE] = True
+    """Measure after the last step."""
+    val_batches: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 8
+    """Batches of a measurement; 0 takes all held-out examples."""
+    val_global_batch_size: Annotated[int, ABOVE_0, MAY_CHANGE] = 32
+    """Examples of such a batch."""
     seed: Annotated[int, AT_LEAST_0] = 42
     """Seed of the order of its samples."""

@@ -15,6 +15,9 @@ RECIPES = Path(__file__).resolve().parent / "recipes"
 LOOPS = {"nemo_rl": "nemo", "compare": "compare"}
 """Folder of recipes -> the command that runs them; those of no folder are for `train`."""
 
+SUPERVISED = ("sft", "cpt")
+"""Words in names of recipes for `sft`."""
+
 
 def list_recipes() -> dict[str, str]:
     """Return each name with the first comment of its file."""
@@ -24,7 +27,7 @@ def list_recipes() -> dict[str, str]:
 
 def command_of(name: str) -> str:
     """Return the command that runs the recipe of this name."""
-    if "sft" in Path(name).name:
+    if any(word in Path(name).name for word in SUPERVISED):
         return "sft"
     return LOOPS.get(name.partition("/")[0] if "/" in name else "", "train")
 

@@ -44,6 +44,9 @@ class TrainDataConfig(Block):
     """Field of the answer; null is answer, or the last message of a conversation."""
     split: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP] = None
     """Part of a folder that has several; null is train."""
+    kind: Annotated[Literal["answers", "text"], EarlierRuns("answers")] = "answers"
+    """answers: prompts with answers, or conversations. text: raw documents, on all of whose tokens `sft` trains (ours).
+    Documents are in the field `text`, or in input_key."""
     split_validation_size: Annotated[float, NEMO_RL_LOOP] = 0.05
     """Share of prompts held out for validation. Equal prompts count once; it applies where data.validation is null."""
     seed: Annotated[int, NEMO_RL_LOOP] = 42

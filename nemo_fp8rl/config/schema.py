@@ -25,7 +25,7 @@ class Config(Block):
     policy: PolicyConfig
     data: DataConfig
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
-    sft: Annotated[SftConfig, MAY_CHANGE] = field(default_factory=SftConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     checkpointing: Annotated[CheckpointingConfig, MAY_CHANGE] = field(default_factory=CheckpointingConfig)
     logger: Annotated[LoggerConfig, MAY_CHANGE] = field(default_factory=LoggerConfig)

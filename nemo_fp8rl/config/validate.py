@@ -10,10 +10,6 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import has_password, looks_secret
 from nemo_fp8rl.config.schema import Config
 
-LEAST_LR_OF_FP16 = 1e-5
-"""Learning rate from which float16 masters follow their updates: at 2e-5 they make 99 % of the movement of float32
-masters, at 3e-6 half of it, at 1e-6 15 % (weights of standard deviation 0.02, 200 steps in one direction)."""
-
 
 def lookup(cfg: Any, key: str) -> Any:
     """Return the value of a dotted key."""
@@ -44,6 +40,7 @@ def check(cfg: Config) -> None:
     _check_number_format(cfg)
     _check_quantized_training(cfg)
     _check_noise(cfg)
+    _check_gradients(cfg)
     if cfg.updates_in_flight:
         _check_updates_in_flight(cfg)
     if policy.precision == "float32" and cfg.fp8_kv_cache:
@@ -140,6 +137,23 @@ def _check_noise(cfg: Config) -> None:
         raise UserError(
             "nemo_fp8rl.noise.where=both with grpo.async_grpo.enabled=true: a batch has answers of several versions, "
             "and the trainer computes with the noise of one; set where=engine, or async_grpo.enabled=false"
+        )
+
+
+def _check_gradients(cfg: Config) -> None:
+    choice, block = cfg.policy.megatron_cfg.distributed_data_parallel_config, "policy.megatron_cfg"
+    key = f"{block}.distributed_data_parallel_config.reduce_scatter_with_fp32_accumulation=true"
+    if not choice.reduce_scatter_with_fp32_accumulation:
+        return
+    if cfg.nemo_fp8rl.grad_reduce == "fp8":
+        raise UserError(
+            f"nemo_fp8rl.grad_reduce=fp8 sends gradients in FP8 and sums them in float32, {key} sends them in "
+            "policy.precision: set one of the two, nemo_fp8rl.grad_reduce=auto or the other to false"
+        )
+    if choice.grad_reduce_in_fp32:
+        raise UserError(
+            f"{key} is for gradients in policy.precision, and "
+            f"{block}.distributed_data_parallel_config.grad_reduce_in_fp32=true has them in float32: set that to false"
         )
 
 
@@ -289,6 +303,7 @@ def _check_schedule(cfg: Config) -> None:
             f"{block}.scheduler.lr_warmup_iters={scheduler.lr_warmup_iters} must be below "
             f"{block}.scheduler.lr_decay_iters={scheduler.lr_decay_iters}"
         )
+    _check_wsd(cfg, f"{block}.scheduler")
     for key, value in (
         ("optimizer.min_lr", optimizer.min_lr),
         ("scheduler.lr_warmup_init", scheduler.lr_warmup_init),
@@ -298,30 +313,33 @@ def _check_schedule(cfg: Config) -> None:
 
 
 def _check_optimizer_states(cfg: Config) -> None:
-    keys, block = cfg.policy.megatron_cfg.optimizer, "policy.megatron_cfg.optimizer"
-    if not keys.use_precision_aware_optimizer:
-        chosen = {name: getattr(keys, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")}
-        for name, dtype in chosen.items():
-            if dtype != "fp32":
-                raise UserError(
-                    f"{block}.{name}={dtype} has a meaning only with {block}.use_precision_aware_optimizer=true: set "
-                    f"that, or {name}=fp32"
-                )
-        return
-    if keys.main_params_dtype != "fp16":
-        return
-    subject = f"{block}.main_params_dtype=fp16"
-    if keys.lr < LEAST_LR_OF_FP16:
+    cfg.policy.megatron_cfg.optimizer.check()
+    reasons = {
+        "policy.precision=float32": (cfg.policy.precision == "float32", "a float32 weight is its own master"),
+        "nemo_fp8rl.fp8_param=true": (cfg.nemo_fp8rl.fp8_param, "FP8 weights are quantized from float32 masters"),
+    }
+    for key, (is_set, reason) in reasons.items():
+        if is_set and cfg.policy.megatron_cfg.optimizer.main_params_dtype == "fp16":
+            raise UserError(
+                f"policy.megatron_cfg.optimizer.main_params_dtype=fp16 with {key}: {reason}; set it to fp32"
+            )
+
+
+def _check_wsd(cfg: Config, block: str) -> None:
+    scheduler = cfg.policy.megatron_cfg.scheduler
+    style, steps = scheduler.lr_decay_style, scheduler.lr_wsd_decay_iters
+    if style != "WSD":
+        if steps is not None or scheduler.lr_wsd_decay_style != "exponential":
+            raise UserError(
+                f"{block}.lr_wsd_decay_iters and lr_wsd_decay_style are of the schedule WSD, and {block}."
+                f"lr_decay_style is {style}: remove them, or set lr_decay_style=WSD"
+            )
+    elif steps is None:
+        raise UserError(f"{block}.lr_decay_style=WSD needs {block}.lr_wsd_decay_iters, the steps of its decay")
+    elif scheduler.lr_warmup_iters + steps > scheduler.lr_decay_iters:
         raise UserError(
-            f"{subject} with {block}.lr={keys.lr:g}: float16 rounds most updates of such a rate away, and weights "
-            f"hardly move; set main_params_dtype=fp32, whose remainders (store_param_remainders=true) have as few "
-            f"bytes and are exact, or lr to {LEAST_LR_OF_FP16:g} or more"
-        )
-    if cfg.policy.precision == "float32":
-        raise UserError(f"{subject} with policy.precision=float32: a float32 weight is its own master; set it to fp32")
-    if cfg.nemo_fp8rl.fp8_param:
-        raise UserError(
-            f"{subject} with nemo_fp8rl.fp8_param=true: FP8 weights are quantized from float32 masters; set it to fp32"
+            f"{block}.lr_wsd_decay_iters={steps} and lr_warmup_iters={scheduler.lr_warmup_iters} do not fit in "
+            f"{block}.lr_decay_iters={scheduler.lr_decay_iters}, which is warm-up, constant rate and decay; raise it"
         )
 
 

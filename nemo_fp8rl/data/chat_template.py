@@ -82,19 +82,28 @@ class PromptRenderer:
                 )
             tokens = self.tokenizer(record.prompt).input_ids
             return self.tokenizer.decode(tokens), tokens
-        arguments = {"tools": record.tools, "chat_template": self.template, "strftime_now": self._format_date}
+        text = self.render_messages(record.messages, record.tools, record.place, add_generation_prompt=True)
+        return text, self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def render_messages(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, place: str, add_generation_prompt: bool = False
+    ) -> str:
+        """Return messages as the template writes them. Raises UserError, with the place, where that fails."""
+        arguments = {"tools": tools, "chat_template": self.template, "strftime_now": self._format_date}
         try:
-            text = self.tokenizer.apply_chat_template(
-                record.messages, add_generation_prompt=True, tokenize=False, **{**arguments, **self.variables}
+            return self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **{**arguments, **self.variables},
             )
         except Exception as error:  # the template's code may raise anything
-            where = f" on {record.place}" if record.place else " on a prompt"
+            where = f" on {place}" if place else " on a prompt"
             raise UserError(
                 f"policy.tokenizer.name: the chat template of {self.name} ({KEY}, chat_template.jinja, or in "
                 f"tokenizer_config.json) fails{where} ({type(error).__name__}: {single_line(error)[:200]}); mend it, "
                 "the messages, or policy.tokenizer.chat_template_kwargs"
             ) from None
-        return text, self.tokenizer(text, add_special_tokens=False).input_ids
 
     def _format_date(self, form: str) -> str:
         self.date_is_printed = True

@@ -9,6 +9,7 @@ from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.run_schema import TrainDataConfig, ValidationDataConfig
 from nemo_fp8rl.config.schema import Config
+from nemo_fp8rl.data.chat_template import PromptRenderer
 from nemo_fp8rl.data.dataset import read_dataset
 from nemo_fp8rl.data.order import count_steps
 from nemo_fp8rl.data.records import FieldNames, Record
@@ -60,6 +61,8 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
 
     date: what a chat template prints that asks for the date: that of a run's start, None for now
     """
+    if cfg.data.train.kind == "text":
+        raise UserError("data.train.kind=text: documents have no answers, which a reward needs; they are for sft")
     scorer = load_scorer(cfg.data.default.env_name)
     validation = cfg.data.validation
     train_records, val_records = split_records(
@@ -99,10 +102,15 @@ def _read(data: TrainDataConfig | ValidationDataConfig, block: str, cfg: Config)
     return read_dataset(data.data_path, names, data.split)
 
 
+def excerpt(renderer: PromptRenderer, text: str) -> str:
+    """Return a sentence about the chat template, with the beginning of a text as an example."""
+    beginning = repr(text[:LONGEST]) + ("..." if len(text) > LONGEST else "")
+    return f"{renderer.description}; the model sees, for instance, {beginning}"
+
+
 def _notes(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config) -> tuple[str, ...]:
-    renderer, first = tokenizer.renderer, train[0].rendered
-    excerpt = repr(first[:LONGEST]) + ("..." if len(first) > LONGEST else "")
-    notes = [f"{renderer.description}; the model sees, for instance, {excerpt}"]
+    renderer = tokenizer.renderer
+    notes = [excerpt(renderer, train[0].rendered)]
     if renderer.date_is_printed:
         notes.append(f"the chat template prints the date: {renderer.date:%Y-%m-%d}, in all of this run")
     answers: dict[tuple[int, ...], set[str]] = {}

@@ -15,6 +15,8 @@ from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
 
+TEXT_FIELD = "text"
+"""Field of a document where no `input_key` is given."""
 PROMPT_FIELDS = ("prompt", "messages", "conversations")
 """Fields that are looked for where no `input_key` is given; a line has one of them."""
 ANSWER_FIELD = "answer"
@@ -33,13 +35,15 @@ class FieldNames:
     block:       the recipe's block of the dataset, for messages
     input_key:   field of the prompt, a.b for one within an object; None looks for PROMPT_FIELDS
     output_key:  field of the answer; None is ANSWER_FIELD, or the last message of a conversation
-    any_answer:  an answer may have any JSON type or be missing: a reward function of the user decides
+    any_answer:  an answer may have any JSON type or be missing: its reader decides
+    is_text:     records are documents, without answers
     """
 
     block: str = "data.train"
     input_key: str | None = None
     output_key: str | None = None
     any_answer: bool = False
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Record:
     prompt:         the question as text; of a conversation of several messages, each below its role
     answer:         the first accepted answer as text; "" where the dataset has none
     other_answers:  further accepted answers
-    chat:           JSON of a conversation's messages and tools, for the chat template; "" for a prompt that is text
+    chat:           JSON of a conversation's messages and tools, for the chat template, and of the assistant's message
+                    that ends it, if one does; "" for a prompt that is text
     fields:         all fields of the line, and its `prompt` and `answer`
     place:          file and line
     """
@@ -72,6 +77,12 @@ class Record:
         return json.loads(self.chat)["messages"] if self.chat else [{"role": "user", "content": self.prompt}]
 
     @property
+    def last_message(self) -> dict[str, Any]:
+        """The assistant's message that answers the prompt."""
+        message = json.loads(self.chat).get("answer") if self.chat else None
+        return message or {"role": "assistant", "content": self.answer}
+
+    @property
     def tools(self) -> list[Any] | None:
         return json.loads(self.chat)["tools"] if self.chat else None
 
@@ -85,8 +96,10 @@ def parse_record(row: Any, place: str, names: FieldNames) -> Record:
     """Return the record of one row. Raises UserError, with the place, for a row that cannot mean one thing."""
     if not isinstance(row, Mapping):
         raise UserError(f'{place}: not an object; write {{"prompt": ..., "answer": ...}}')
+    if names.is_text:
+        return _parse_document(row, place, names)
     key = _prompt_field(row, place, names)
-    chat, answer_of_chat = "", None
+    chat, answer_of_chat, last = "", None, {}
     value, tools = _lookup(row, key), _parse_tools(row.get("tools"), place)
     if isinstance(value, list):
         messages = parse_messages(value, f'{place}: "{key}"')
@@ -96,7 +109,8 @@ def parse_record(row: Any, place: str, names: FieldNames) -> Record:
         text = describe_messages(messages)
         if not messages or not str(messages[-1].get("content") or "").strip():
             raise UserError(f'{place}: "{key}" has no text before the answer; remove the line or write the question')
-        chat = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False, default=str)
+        parts = {"messages": messages, "tools": tools} | ({"answer": last} if last else {})
+        chat = json.dumps(parts, ensure_ascii=False, default=str)
         prompt: Any = messages
     elif isinstance(value, str):
         prompt = text = value
@@ -112,10 +126,26 @@ def parse_record(row: Any, place: str, names: FieldNames) -> Record:
     answer = _find_answer(row, place, names, answer_of_chat)
     answers = _accepted_answers(answer, place, names)
     for part in (text, chat, *answers):
-        if any("\ud800" <= character <= "\udfff" for character in part):
-            raise UserError(f'{place}: "{key}" or its answer holds half a surrogate pair; write the whole character')
+        _check_characters(part, f'{place}: "{key}" or its answer')
     fields = {**row, "prompt": prompt, "answer": answer}
     return Record(text, answers[0], answers[1:], chat, fields, place)
+
+
+def _parse_document(row: Mapping[str, Any], place: str, names: FieldNames) -> Record:
+    key = names.input_key or TEXT_FIELD
+    text = _lookup(row, key)
+    if text is None:
+        fix = "give the documents there" if names.input_key else f"set {names.block}.input_key to the field of the text"
+        raise UserError(f'{place}: "{key}" is missing, and {names.block} has documents; {_known(row)}: {fix}')
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f'{place}: "{key}" is {short_json(text)}, which is no text; remove the line or write the text')
+    _check_characters(text, f'{place}: "{key}"')
+    return Record(text, "", fields=row, place=place)
+
+
+def _check_characters(text: str, where: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{where} holds half a surrogate pair; write the whole character")
 
 
 def parse_messages(value: list[Any], where: str) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """Convert text to tokens and back, by the checkpoint's tokenizer and a chat template."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 
-from nemo_fp8rl.batch import Completion, Prompt
+from nemo_fp8rl.batch import Prompt
 from nemo_fp8rl.common.errors import UserError, single_line
 from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.data.chat_template import PromptRenderer
@@ -48,12 +48,11 @@ class PromptTokenizer:
                     f"policy.tokenizer.name: {self.name} gives no tokens for prompt {prompt.index} "
                     f"({prompt.text[:40]!r}); give a folder with a whole tokenizer, or remove the prompt if it is empty"
                 )
-        self.check_vocabulary(prompts, vocab_size)
+        self.check_token(max((token for prompt in prompts for token in prompt.token_ids), default=0), vocab_size)
         return prompts
 
-    def check_vocabulary(self, texts: Iterable[Prompt | Completion], vocab_size: int) -> None:
-        """Raise UserError where a text has a token beyond the model's vocabulary."""
-        largest = max((token for text in texts for token in text.token_ids), default=0)
+    def check_token(self, largest: int, vocab_size: int) -> None:
+        """Raise UserError where the largest token of the texts is beyond the model's vocabulary."""
         if largest >= vocab_size:
             raise UserError(
                 f"policy.tokenizer.name: {self.name} gives token {largest}, but the model's vocab_size is "

@@ -34,6 +34,7 @@ class PolicyDescription:
     cache_roundings:   how attention rounds the keys and values of an FP8 KV cache; empty where it does not
     instruction_sets:  `machine.instructions` of the ranks' machines; "" for a CPU without AVX-512
     fingerprint:       digests of the operations shared with the engines (`ops.fingerprint`); empty without such
+    optimizer_states:  dtypes of masters and moments; empty where all are float32 by default
     """
 
     kernels: frozenset[str]
@@ -42,6 +43,7 @@ class PolicyDescription:
     cache_roundings: frozenset[str]
     instruction_sets: frozenset[str]
     fingerprint: frozenset[tuple[str, str]] = frozenset()
+    optimizer_states: frozenset[str] = frozenset()
 
     @property
     def is_aligned(self) -> bool:
@@ -76,7 +78,7 @@ class Policy(WeightSource, Protocol):
         ...
 
     def train_step(self, batch: RolloutBatch, loss: Loss, schedules: bool = True) -> dict[str, float]:
-        """Take one optimizer step on the whole batch and return the loss's metrics, grad_norm and lr.
+        """Take one optimizer step on the whole batch and return the loss's metrics, grad_norm, lr and grad_bytes.
 
         schedules:  True advances the learning-rate schedule before the step, so that step n (from 1) has rate n;
                     False leaves that to `step_schedule`

@@ -31,7 +31,7 @@ from nemo_fp8rl.workers import WorkerDied, shutdown_on_error, start_workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
-REPLICATED_METRICS = ("grad_norm", "lr")
+REPLICATED_METRICS = ("grad_norm", "lr", "grad_bytes")
 """Metrics that are equal on all ranks; all others are `combine_metrics` over the ranks that report."""
 
 KV_CALIBRATION_SAMPLES = 64

@@ -36,22 +36,23 @@ def sharpness(
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     weights = (logits - largest[:, None]).exp_()  # probabilities before their division by the sum
     weights.scatter_(1, columns, weights.gather(1, columns).masked_fill(is_local[:, None], 0.0))
-    growth = torch.expm1(_sides(logits, epsilon)).masked_fill_(logits == -torch.inf, 0.0)
+    growth = _growth(logits, epsilon).masked_fill_(logits == -torch.inf, 0.0)
     at_target = logits.gather(1, columns).squeeze(1).masked_fill(~is_local, 0.0)
     sums = torch.stack([weights.sum(-1), growth.mul_(weights).sum(-1), at_target])
     if is_shared:
         dist.all_reduce(sums, group=group)
     others, rise, at_target = sums
     total = others + (at_target - largest).exp()
-    growth_of_target = torch.expm1(_sides(at_target, epsilon))
+    growth_of_target = _growth(at_target, epsilon)
     # e^(a + b) - 1 = (e^a - 1) e^b + e^b - 1, so that a rank needs no other rank's logits
     rise = (rise * (1 + growth_of_target) + others * growth_of_target) / total
     cross_entropy = total.log() + largest - at_target
     return 100 * rise.log1p() / (1 + cross_entropy)
 
 
-def _sides(logits: Tensor, epsilon: float) -> Tensor:
-    return (logits.abs() + 1).mul_(epsilon)
+def _growth(logits: Tensor, epsilon: float) -> Tensor:
+    """Return e^d - 1."""
+    return logits.abs().add_(1).mul_(epsilon).expm1_()
 
 
 def sharpness_metrics(values: Tensor, mask: Tensor) -> dict[str, float]:

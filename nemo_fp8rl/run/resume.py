@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -15,10 +15,14 @@ from nemo_fp8rl.config.recipe import to_yaml
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.yaml_tree import file_errors, flatten
 
+Loop = Literal["grpo", "sft"]
+COMMANDS: dict[Loop, str] = {"grpo": "train", "sft": "sft"}
+"""The loop of a run, by the name of its block in a recipe, and the command that runs it."""
 FILES = "data.train.data_path and data.validation.data_path the old files"
 DIGESTS = {
     "training": ("training prompts are", FILES),
     "validation": ("validation prompts are", FILES),
+    "examples": ("examples or their tokens are", f"{FILES}, and policy.tokenizer.name the old tokenizer"),
     "tokens": ("tokens of the prompts are", "policy.tokenizer.name the old tokenizer with its chat template"),
     "model": ("RoPE, eps and eos tokens of the model are", "policy.model_name a folder with the old config.json"),
     "base": ("weights of the base under the adapters are", "policy.model_name the model that the run began with"),
@@ -51,7 +55,7 @@ def recorded_date(cfg: Config) -> datetime | None:
     try:
         record = json.loads((Path(cfg.logger.log_dir) / "environment.json").read_text(encoding="utf-8"))
         return datetime.fromisoformat(record["chat_template_date"])
-    except (OSError, ValueError, LookupError, TypeError):  # `_check_same_digests` says what is wrong with the file
+    except (OSError, ValueError, LookupError, TypeError):  # `_read_environment` says what is wrong with the file
         return None
 
 
@@ -71,10 +75,11 @@ def add_later_keys(recorded: Mapping[str, Any], new: Mapping[str, Any]) -> dict[
 
 
 def check_start(
-    cfg: Config, data: Mapping[str, str], done: int, logged: int | None, *, resume: bool, restartable: bool
+    cfg: Config, loop: Loop, data: Mapping[str, str], done: int, logged: int | None, *, resume: bool, restartable: bool
 ) -> None:
     """Raise UserError where a run exists and `resume` is not set, and where a run cannot be resumed.
 
+    loop:    that of the new run
     data:    digests by the names in `DIGESTS`
     done:    step of the latest checkpoint, 0 without one
     logged:  step of the last metrics, None without any
@@ -101,35 +106,49 @@ def check_start(
             "--restartable begins anew and keeps the old log aside, as does another logger.log_dir"
         )
     elif done or logged:  # without a checkpoint, too: it may be on a volume that is away
-        _check_same_recipe(cfg, path)
-        _check_same_digests(path / "environment.json", data)
+        record = _read_environment(path / "environment.json")
+        if (recorded := record.get("loop", "grpo")) != loop:
+            raise UserError(
+                f"--resume: {path} is a run of `nemo-fp8rl {COMMANDS.get(recorded, recorded)}`: continue it by that "
+                "command, or set another logger.log_dir"
+            )
+        _check_same_recipe(cfg, loop, path)
+        _check_same_digests(record, data)
 
 
-def _check_same_recipe(cfg: Config, path: Path) -> None:
-    """Refuse a recipe that would have given other numbers."""
+def _check_same_recipe(cfg: Config, loop: Loop, path: Path) -> None:
+    """Refuse a recipe that would have given other numbers; blocks of other loops may differ."""
     old, new = recorded_recipe(cfg), flatten(yaml.safe_load(to_yaml(cfg)))
     if not old:
         raise UserError(f"--resume: {path} has no config.yaml, which holds the recipe of the run; put it back")
     old = add_later_keys(old, new)
+    others = tuple(f"{name}." for name in COMMANDS if name != loop)
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and not may_change(key):
+        if old.get(key) != new.get(key) and not may_change(key) and not key.startswith(others):
             raise UserError(
                 f"--resume: {key} was {old.get(key)} and is now {new.get(key)}; give the old value, or set another "
                 "logger.log_dir to start a run of its own"
             )
 
 
-def _check_same_digests(path: Path, data: Mapping[str, str]) -> None:
-    """Refuse other files behind the paths, which may change: a step takes its prompts by their number."""
+def _read_environment(path: Path) -> dict[str, Any]:
+    """Return the record of a run, empty where there is none. Raises UserError where it cannot be read."""
     try:
-        known = dict(json.loads(path.read_text(encoding="utf-8")).get("data", {}))  # none of an older run
+        record = json.loads(path.read_text(encoding="utf-8"))
+        dict(record.get("data", {}))
     except FileNotFoundError:
-        return
+        return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
             f"--resume: {path}, which has the digests of the run's prompts, cannot be read: {single_line(error)}; "
             "remove it to go on without that check"
         ) from None
+    return dict(record)
+
+
+def _check_same_digests(record: Mapping[str, Any], data: Mapping[str, str]) -> None:
+    """Refuse other files behind the paths, which may change: a step takes its prompts by their number."""
+    known = dict(record.get("data", {}))  # none of an older run
     for kind in DIGESTS.keys() & known.keys() & data.keys():
         if known[kind] != data[kind]:
             what, fix = DIGESTS[kind]

@@ -13,6 +13,7 @@ from nemo_fp8rl.common.format_numbers import format_exactly, format_share
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.run.directory import checkpoint_steps
 from nemo_fp8rl.run.learning_signal import count_without_signal
+from nemo_fp8rl.run.resume import COMMANDS, Loop
 from nemo_fp8rl.run.step_log import read
 
 PHASES = ("generate", "reward", "logprob", "train", "kv_calibration", "refit")
@@ -41,7 +42,10 @@ def make_summary(rows: Sequence[Row], title: str) -> Table:
     """Return the table at the end of a run; rows: those of metrics.jsonl, of which it leaves out what is absent."""
     steps = [row for row in rows if row["step"] > 0]
     table = Table("metric", "value", title=f"{title}, {len(steps)} steps", title_justify="left")
-    for name, about in (("train/reward", "first and last step"), ("validation/accuracy", "first and last")):
+    ends = {"train/reward": "first and last step", "validation/accuracy": "first and last"}
+    ends |= {} if steps and "train/reward" in steps[0] else {"train/loss": "first and last step"}
+    ends["validation/loss"] = "first and last"
+    for name, about in ends.items():
         values = [row[name] for row in rows if name in row]
         if values:
             table.add_row(f"{name}, {about}", f"{values[0]:.3f}, {values[-1]:.3f}")
@@ -65,27 +69,26 @@ def make_summary(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def show_end(cfg: Config) -> None:
+def show_end(cfg: Config, loop: Loop = "grpo") -> None:
     """Print the table of a finished run, and what one may do next."""
     screen = Screen(highlight=False)
     rows = read(Path(cfg.logger.log_dir) / "metrics.jsonl")
     screen.print(make_summary(rows, cfg.nemo_fp8rl.flow))
-    screen.print(next_commands(cfg, max((int(row["step"]) for row in rows), default=0)), soft_wrap=True)
+    screen.print(next_commands(cfg, max((int(row["step"]) for row in rows), default=0), loop), soft_wrap=True)
 
 
-def next_commands(cfg: Config, steps: int) -> Text:
+def next_commands(cfg: Config, steps: int, loop: Loop = "grpo") -> Text:
     """Return the folder of a run of so many steps, and commands for what one may do next."""
     folder = Path(cfg.logger.log_dir)
     lines = [f"run directory {folder}", f"  nemo-fp8rl report {quote(str(folder))}"]
     checkpoints = Path(cfg.checkpointing.checkpoint_dir)
     if saved_steps := checkpoint_steps(checkpoints):
         recipe = quote(str(folder / "config.yaml"))
-        more = f"grpo.max_num_steps={2 * steps}"
-        if steps < cfg.grpo.max_num_steps:
-            more = (
-                f"grpo.max_num_epochs={2 * (cfg.grpo.max_num_epochs or 1)} grpo.max_num_steps={cfg.grpo.max_num_steps}"
-            )
-        lines.append(f"  nemo-fp8rl train --config {recipe} --resume {more}")
+        block = getattr(cfg, loop)
+        more = f"{loop}.max_num_steps={2 * steps}"
+        if steps < block.max_num_steps:
+            more = f"{loop}.max_num_epochs={2 * (block.max_num_epochs or 1)} {loop}.max_num_steps={block.max_num_steps}"
+        lines.append(f"  nemo-fp8rl {COMMANDS[loop]} --config {recipe} --resume {more}")
         if cfg.nemo_fp8rl.quantizes_rollout:
             kind = "adapter" if cfg.policy.megatron_cfg.peft.enabled else "weights"
             path = quote(f"{checkpoints}/step_{max(saved_steps)}/policy/{kind}")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import count
 
 import pytest
 from safetensors import safe_open
@@ -21,15 +22,22 @@ def test_how_an_engine_samples_changes_nothing(tiny, tmp_path, sampling):
     recipe = [f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", "sft.max_num_steps=2"]
     weights = []
     for name, overrides in (("plain", []), ("sampled", [sampling])):
-        assert sft(load(RECIPES / "tiny_sft.yaml", [*recipe, *overrides]), tmp_path / name)
+        run = f"logger.log_dir={tmp_path}/run-{name}"
+        assert sft(load(RECIPES / "tiny_sft.yaml", [*recipe, run, *overrides]), tmp_path / name)
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 
 @pytest.fixture
-def tiny_sft(tiny):
+def tiny_sft(tiny, tmp_path):
+    """Recipes of one step, each with a run directory of its own."""
     recipe = [f"policy.model_name={tiny}/model", f"data.train.data_path={tiny}/data.jsonl", "sft.max_num_steps=1"]
-    return lambda *overrides: load(RECIPES / "tiny_sft.yaml", [*recipe, *overrides])
+    numbers = count()
+
+    def make(*overrides):
+        return load(RECIPES / "tiny_sft.yaml", [*recipe, f"logger.log_dir={tmp_path}/run-{next(numbers)}", *overrides])
+
+    return make
 
 
 def test_unknown_padding_is_not_embedded(tiny, tiny_sft, tmp_path):

@@ -73,7 +73,7 @@ def test_an_empty_folder_is_taken_and_a_link_to_one_followed(tmp_path):
 def test_the_demo_looks_where_it_writes(tmp_path, monkeypatch, name):
     calls = []
     monkeypatch.setattr(demo, "make_tiny", lambda folder, task: folder.mkdir(parents=True))
-    monkeypatch.setattr(demo, "sft", lambda cfg, output: calls.append((cfg, output)) or True)
+    monkeypatch.setattr(demo, "sft", lambda cfg, output, resume_hint: calls.append((cfg, output)) or True)
     monkeypatch.setattr(demo, "train", lambda cfg, resume_hint: calls.append((cfg, resume_hint)))
     assert not demo.demo(tmp_path / name)
     folder = tmp_path / name / "demo-1"

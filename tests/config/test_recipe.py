@@ -71,7 +71,9 @@ def test_a_variable_that_is_not_set_is_named(refusal, monkeypatch):
     assert f"`defaults:`: defaults: {says}" in refusal("defaults: ${oc.env:NOT_HERE}/x.yaml\n")
 
 
-@pytest.mark.parametrize("path", sorted([*CONF.glob("*.yaml"), *CONF.glob("qerl/*.yaml")]), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted([*CONF.glob("*.yaml"), *CONF.glob("qerl/*.yaml"), *CONF.glob("infir2/*.yaml")]), ids=lambda p: p.name
+)
 def test_every_shipped_recipe_loads_and_round_trips(path, folder):
     cfg = load(path)
     (folder / "config.yaml").write_text(to_yaml(cfg))

@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from nemo_fp8rl.batch import SequenceBatch, split_shards
+from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.sharpness import sharpness, sharpness_metrics
-from tests.policy.ranks import Ranks
+from tests.policy import ranks
+from tests.policy.test_worker import new_worker, random_batch
 
 V = 16
 EPSILONS = (5e-4, 0.01, 0.1)
@@ -108,16 +112,15 @@ def _of_rank(rank: int, cut: int, store: str) -> tuple[Tensor, Tensor]:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     logits, targets = random_logits(64, 1001, seed=3)
     part = slice(0, cut) if rank == 0 else slice(cut, 1001)
-    shared = sharpness(logits[:, part].contiguous(), targets, 5e-4, part.start, dist.group.WORLD)
+    try:
+        shared = sharpness(logits[:, part].contiguous(), targets, 5e-4, part.start, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
     return shared, sharpness(logits, targets, 5e-4)
 
 
-def test_ranks_that_share_the_vocabulary_agree_with_one_rank(tmp_path):
-    ranks = Ranks(2)
-    try:
-        (first, alone), (second, _) = ranks.run(_of_rank, [(rank, 500, str(tmp_path / "store")) for rank in range(2)])
-    finally:
-        ranks.close()
+def test_ranks_that_share_the_vocabulary_agree_with_one_rank(two, tmp_path):
+    (first, alone), (second, _) = two.run(_of_rank, [(rank, 500, str(tmp_path / "store")) for rank in range(2)])
     assert torch.equal(first, second)
     torch.testing.assert_close(first, alone, rtol=1e-6, atol=1e-6)
     assert alone.max() > 0.1
@@ -133,3 +136,76 @@ def test_metrics_are_means_over_tokens_and_over_last_tokens(values):
     only_first = sharpness_metrics(torch.tensor(values), mask * torch.tensor([[1], [0]]))
     assert only_first == {"sharpness": 3.0, "sharpness_last_token": 4.0}
     assert sharpness_metrics(torch.tensor(values), mask * 0) == {}
+
+
+FLOAT32 = (
+    "policy.precision=float32",
+    "nemo_fp8rl.flow=bf16",
+    "policy.generation.temperature=0.7",
+    "policy.max_total_sequence_length=20",
+)
+PACKED = (
+    "policy.sequence_packing.enabled=true",
+    "policy.sequence_packing.train_mb_tokens=40",
+    "policy.sequence_packing.logprob_mb_tokens=40",
+)
+DYNAMIC = (
+    "policy.dynamic_batching.enabled=true",
+    "policy.dynamic_batching.train_mb_tokens=40",
+    "policy.dynamic_batching.logprob_mb_tokens=40",
+)
+
+
+def sharpness_of_hf(model: str, batch: SequenceBatch, temperature: float, epsilon: float) -> Tensor:
+    """Return the sharpness of input_ids[:, 1:] by HF's logits, float32 [B, T-1]."""
+    ids, inside = batch.input_ids, torch.arange(batch.input_ids.size(1)) < batch.input_lengths[:, None]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids, attention_mask=inside).logits
+    logits = logits[:, :-1].flatten(0, 1) / temperature
+    return sharpness(logits, ids[:, 1:].flatten(), epsilon).view(ids[:, 1:].shape)
+
+
+@pytest.mark.parametrize("rows", [(), PACKED, DYNAMIC], ids=["padded", "packed", "dynamic"])
+def test_a_rank_measures_the_sharpness_at_its_models_logits(recipe, tmp_path, rows):
+    write_model(tmp_path / "model", seed=3)
+    epsilon = "nemo_fp8rl.sharpness.epsilon=0.02"
+    worker = new_worker(recipe(f"policy.model_name={tmp_path}/model", *FLOAT32, epsilon, *rows))
+    batch = random_batch(0)
+    expected = sharpness_of_hf(f"{tmp_path}/model", batch, 0.7, 0.02)
+    logprobs, values = worker.logprobs_and_sharpness(batch)
+    assert torch.equal(logprobs, worker.logprobs(batch))
+    inside = torch.arange(10) < batch.input_lengths[:, None]
+    torch.testing.assert_close(values[:, 1:][inside[:, 1:]], expected[inside[:, 1:]], rtol=1e-4, atol=1e-5)
+    assert not values[:, 0].any()
+
+
+def _measure(part: SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return *ranks.worker.logprobs_and_sharpness(part), ranks.worker.logprobs(part)
+
+
+@pytest.mark.parametrize("align", ["vllm", "none"])
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        (("tensor_model_parallel_size=2", "sequence_parallel=true"), ()),
+        (("pipeline_model_parallel_size=2",), PACKED),
+        (("context_parallel_size=2",), PACKED),
+        ((), DYNAMIC),
+    ],
+    ids=["tp-sp", "pp-packed", "cp-packed", "dp-dynamic"],
+)
+def test_two_ranks_measure_what_one_rank_measures(two, recipe, tmp_path, layout, rows, align):
+    write_model(tmp_path / "model", seed=3, vocab_size=97)  # does not divide: the last rank has fewer
+    base = (f"policy.model_name={tmp_path}/model", *FLOAT32, f"nemo_fp8rl.align={align}")
+    batch = random_batch(1)
+    _, expected = new_worker(recipe(*base)).logprobs_and_sharpness(batch)
+    keys = (f"policy.megatron_cfg.{key}" for key in layout)
+    cfg = recipe(*base, *rows, "cluster.backend=ray", "cluster.train_ranks=2", *keys)
+    infos = two.setup(cfg)
+    parts = split_shards(batch, cfg.data_parallel_size)
+    results = two.run(_measure, [(parts[info.shard],) for info in infos])
+    answers = {info.shard: result for info, result in zip(infos, results, strict=True) if info.is_reporter}
+    assert all(torch.equal(logprobs, plain) for logprobs, _, plain in answers.values())
+    values = torch.cat([answers[shard][1] for shard in sorted(answers)])
+    inside = torch.arange(10) < batch.input_lengths[:, None]
+    torch.testing.assert_close(values[inside], expected[inside], rtol=1e-5, atol=1e-6)

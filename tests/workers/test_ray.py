@@ -174,7 +174,10 @@ def test_two_ranks_that_share_the_experts_agree_with_one(tiny, tiny_overrides, t
     """
     write_model(tmp_path / "model", family="qwen3_moe", moe_intermediate_size=256)  # whole blocks on each of two ranks
     paths = (f"policy.model_name={tmp_path}/model", f"data.train.data_path={tiny}/data.jsonl")
-    assert sft(load(RECIPES / "tiny_sft.yaml", [*paths, "sft.max_num_steps=100"]), tmp_path / "warm")
+    assert sft(
+        load(RECIPES / "tiny_sft.yaml", [*paths, "sft.max_num_steps=100", f"logger.log_dir={tmp_path}/sft"]),
+        tmp_path / "warm",
+    )
     model = (f"policy.model_name={tmp_path}/warm", "policy.train_micro_batch_size=32", f"nemo_fp8rl.flow={flow}")
     warm = (*tiny_overrides, *model)
     one = run(warm, tmp_path / "one")

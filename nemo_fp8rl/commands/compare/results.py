@@ -11,6 +11,7 @@ from nemo_fp8rl.commands.compare.machine_support import Reasons, sentences
 from nemo_fp8rl.commands.compare.run_files import read_environment
 from nemo_fp8rl.commands.compare.run_list import PlannedRun
 from nemo_fp8rl.commands.compare.same_inputs import check_same_inputs
+from nemo_fp8rl.run import spikes
 from nemo_fp8rl.run.step_log import Row
 
 MEANS = {
@@ -45,6 +46,11 @@ def measure(rows: Sequence[Row]) -> Numbers:
     for name, phases in MEDIANS.items():
         if values := [sum(row[p] for p in phases) for row in trained if all(p in row for p in phases)]:
             numbers[name] = median(values)
+    found = {name: spikes.spikes_of_run(rows, metric) for name, metric in spikes.METRICS.items()}
+    counts = {name: of_metric for name, of_metric in found.items() if of_metric is not None}
+    numbers |= {f"{name}_spikes": float(of_metric.count) for name, of_metric in counts.items()}
+    if counts:
+        numbers["longest_spike"] = float(max(of_metric.longest for of_metric in counts.values()))
     return numbers
 
 

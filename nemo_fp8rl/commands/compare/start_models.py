@@ -20,6 +20,8 @@ from nemo_fp8rl.run.stop_flag import StopFlag
 
 CHAINS_OF_A_LENGTH = 6_000
 """Number of prompts of each length, or fewer if there are fewer different ones."""
+OF_FILES = ("logger.", "checkpointing.")
+"""Keys of a warm-up that decide no weight."""
 MODEL_OF_FLOWS, MODEL_OF_LENGTHS = "flows", "lengths"
 
 
@@ -65,7 +67,8 @@ def _make(
     make_tiny(partial, task, chosen.seed, chosen.family)
     if isinstance(chosen, Lengths):
         _write_chains(chosen, partial)
-    words = ["--config", chosen.warm_up, *_warm_up_words(chosen, partial), "--output", f"{partial}/warm"]
+    words = ["--config", chosen.warm_up, *_warm_up_words(chosen, partial)]
+    words += [f"logger.log_dir={partial}/sft", "--output", f"{partial}/warm"]
     if not run(["sft", *words], folder.with_name(f"{folder.name}.log"), stop, lambda: None, keep):
         return False
     write_atomically(partial / "made.json", record)
@@ -94,7 +97,10 @@ def _is_record(made: Path, record: dict[str, Any]) -> bool:
     """Return whether made.json has this record; keys that the recipe got later may be missing."""
     try:
         was = json.loads(made.read_text(encoding="utf-8"))
-        old, new = flatten(was["warm_up"]), flatten(record["warm_up"])
+        old, new = (
+            {key: value for key, value in flatten(tree["warm_up"]).items() if not key.startswith(OF_FILES)}
+            for tree in (was, record)
+        )
     except file_errors():
         return False
     return bool(was["make"] == record["make"] and add_later_keys(old, new) == new)

@@ -9,6 +9,7 @@ from rich.table import Table
 from nemo_fp8rl.algorithms.metric_names import sort_by_number
 from nemo_fp8rl.commands.compare.results import values_of
 from nemo_fp8rl.commands.compare.statistics import Interval, interval, paired_interval
+from nemo_fp8rl.run import spikes
 
 NOTHING = "-"
 
@@ -29,7 +30,7 @@ class Section:
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
     """Return the tables of all finished runs, without parts that have no finished run."""
-    tables = [_flows(results)]
+    tables = [_flows(results), _stability(results)]
     if results["comparison"]["lengths"]:
         tables += [_lengths(results), _positions(results)]
     return [section for section in tables if section.rows]
@@ -108,6 +109,44 @@ def _flows(results: Mapping[str, Any]) -> Section:
             *sentences,
         ],
     )  # fmt: skip
+
+
+def _stability(results: Mapping[str, Any]) -> Section:
+    """Return the spikes of each flow; without a run of enough steps it has no row."""
+    reference = results["comparison"]["reference"]
+    names = [f"{name}_spikes" for name in spikes.METRICS]
+    rows: list[tuple[str, ...]] = []
+    sentences = []
+    for flow in results["comparison"]["flows"]:
+        counts = [values_of(results, flow, name) for name in names]
+        if not any(counts):
+            continue
+        longest = values_of(results, flow, "longest_spike")
+        means = [_mean_of_seeds(values, ONE) for values in counts]
+        rows.append((flow, str(len(longest)), *means, f"{max(longest.values()):.0f}"))
+        if flow != reference:
+            total, at_reference = (_sum_by_seed(results, name, names) for name in (flow, reference))
+            sentences.append(
+                _sentence(f"{flow}: spikes less those of {reference}", paired_interval(total, at_reference))
+            )
+    return Section(
+        title="Stability",
+        headers=("flow", "seeds", "loss spikes", "grad_norm spikes", "longest, steps"),
+        rows=rows,
+        sentences=[
+            f"Spikes of `train/loss` and `train/grad_norm`: a value more than {spikes.SIGMAS} sigma above the "
+            "exponential mean of the values before it, up to the next value that is not (docs/compare.md). Mean of the "
+            "seeds ± 95 % interval; longest, that of any seed.",
+            *sentences,
+        ],
+    )
+
+
+def _sum_by_seed(results: Mapping[str, Any], flow: str, names: Sequence[str]) -> dict[int, float]:
+    """Return seed -> sum of these numbers, for the runs of a flow that have them all."""
+    columns = [values_of(results, flow, name) for name in names]
+    seeds = set.intersection(*(set(column) for column in columns))
+    return {seed: sum(column[seed] for column in columns) for seed in sorted(seeds)}
 
 
 def _lengths(results: Mapping[str, Any]) -> Section:

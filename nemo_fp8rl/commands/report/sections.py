@@ -17,6 +17,7 @@ from nemo_fp8rl.commands.report.charts.importance_weights import NAME as WEIGHTS
 from nemo_fp8rl.commands.report.charts.importance_weights import make_weight_histogram
 from nemo_fp8rl.commands.report.charts.lines import Line, Style, make_line_chart
 from nemo_fp8rl.commands.report.run_data import Run
+from nemo_fp8rl.commands.report.stability import describe_spikes
 from nemo_fp8rl.common.format_numbers import format_exactly
 
 PHASES = ("generate", "reward", "logprob", "train", "kv_calibration", "refit")
@@ -39,6 +40,7 @@ class Section:
     """A section of the page.
 
     anchor:        its id in the page
+    facts:         sentences that no chart shows
     constants:     sentences about metrics that have one value
     missing_data:  sentences about metrics that some run does not have
     """
@@ -46,6 +48,7 @@ class Section:
     anchor: str
     title: str
     intro: str
+    facts: list[str]
     charts: list[Chart]
     constants: list[str]
     missing_data: list[str]
@@ -68,6 +71,7 @@ class Contents:
     missing:  numbers of runs -> the charts that these runs lack
     """
 
+    facts: list[str] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     missing: dict[tuple[int, ...], list[str]] = field(default_factory=dict)
@@ -90,6 +94,10 @@ OUTCOME = (
     Plot("train/mean_gen_tokens_per_sample", "length of an answer", Style("tokens", possible=(0.0, None))),
     Plot("train/frac_reward_zero_std", "share of groups whose rewards are all equal: no gradient from them", SHARE),
     Plot("train/truncation_rate", "share of answers that reached the maximum length", SHARE),
+)
+SHARPNESS = (
+    Plot("train/sharpness", "of the logits of a token, mean of all answer tokens", Style(log=True)),
+    Plot("train/sharpness_last_token", "the same of the last token of each answer", Style(log=True)),
 )
 MISMATCH = (
     Plot("train/token_mult_prob_error", "1 is agreement", Style(log=True, offset=1.0)),
@@ -127,6 +135,7 @@ def make_sections(runs: Sequence[Run]) -> list[Section]:
     """Return the sections that have anything to show."""
     plan: list[tuple[str, str, str, Sequence[Plot], Sequence[Maker]]] = [
         ("reward", "Reward and accuracy", "", OUTCOME, ()),
+        ("stability", "Stability", "", (), (add_spikes, add_sharpness)),
         (
             "mismatch",
             "Mismatch of trainer and engine",
@@ -148,7 +157,7 @@ def make_sections(runs: Sequence[Run]) -> list[Section]:
     sections = [
         _make_section(anchor, title, intro, runs, plots, makers) for anchor, title, intro, plots, makers in plan
     ]
-    return [section for section in sections if section.charts or section.constants or section.missing_data]
+    return [s for s in sections if s.facts or s.charts or s.constants or s.missing_data]
 
 
 def points_of(run: Run, metric: str, alias: str = "") -> list[tuple[float, float]]:
@@ -183,6 +192,17 @@ def describe_values(lines: Sequence[Line], runs: Sequence[Run], unit: str = "") 
 
 def join_words(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def add_spikes(runs: Sequence[Run], contents: Contents) -> None:
+    contents.facts += describe_spikes(runs)
+
+
+def add_sharpness(runs: Sequence[Run], contents: Contents) -> None:
+    """Add the charts if a run measures sharpness, which is off by default."""
+    for plot in SHARPNESS:
+        if any(run.points_of(plot.metric) for run in runs):
+            add_plot(runs, plot, contents)
 
 
 def add_position_charts(runs: Sequence[Run], contents: Contents) -> None:
@@ -311,7 +331,7 @@ def _make_section(
         f"{', '.join(names)}."
         for lacking, names in contents.missing.items()
     ]
-    return Section(anchor, title, intro, contents.charts, contents.constants, missing)
+    return Section(anchor, title, intro, contents.facts, contents.charts, contents.constants, missing)
 
 
 def _find_buckets(runs: Sequence[Run], metric: str) -> list[str]:

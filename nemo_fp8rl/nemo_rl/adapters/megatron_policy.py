@@ -18,7 +18,7 @@ from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT
 from nemo_fp8rl.algorithms.policy_update import judge_and_correct, train_on_batch
 from nemo_fp8rl.assemble import explained_by
-from nemo_fp8rl.batch import LossTotals, RolloutBatch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch, ScoredBatch
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.kv_scales import MARGIN
@@ -29,6 +29,7 @@ from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import print_alarm
 from nemo_fp8rl.nemo_rl.adapters.version_ledger import with_versions
 from nemo_fp8rl.policy.interface import Loss
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
+from nemo_fp8rl.policy.sharpness import sharpness_metrics
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.run.learning_signal import PATIENCE
 
@@ -48,11 +49,15 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
     sharding_annotations:  number of model replicas among which a batch is divided
     bridge, ledger:        count the versions of the weights, and know those of answers; None without updates in flight
+    completed_steps:       calls of `train`, those before the checkpoint included
+    measured:              (log-probs, sharpness) of the last call of `get_logprobs`, if that measured it
     """
 
     _refit: Callable[[], Any]
     bridge: RefitBridge | None = None
     ledger: Any = None
+    completed_steps: int = 0
+    measured: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self, policy: MegatronPolicy, cfg: Config, tokenizer: Any, is_resumed: bool, asynchronous: bool = False
@@ -83,8 +88,13 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         self.bridge, self.ledger = bridge, ledger
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
-        """Return {"logprobs": float32 [B, S]}; position 0 is 0."""
-        return BatchedDataDict({"logprobs": self.policy.logprobs(to_sequence_batch(data))})
+        """Return {"logprobs": float32 [B, S]}; position 0 is 0. `train` reports the sharpness where it is measured."""
+        batch, period = to_sequence_batch(data), self.cfg.nemo_fp8rl.sharpness.period
+        self.measured = None
+        if not period or (self.completed_steps + 1) % period:
+            return BatchedDataDict({"logprobs": self.policy.logprobs(batch)})
+        self.measured = self.policy.logprobs_and_sharpness(batch)
+        return BatchedDataDict({"logprobs": self.measured[0]})
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None
@@ -131,12 +141,15 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             if self.bridge is not None:
                 batch = with_versions(self.ledger, batch)
                 newest = {"trainer_version": self.bridge.version, "explained_newest": self._explained(False)}
-            judgement = judge_and_correct(batch, batch.loss_mask, choice.gates, correction, *limits, **newest)
+            sharpness = self._sharpness_of(batch)
+            judgement = judge_and_correct(
+                batch, batch.loss_mask, choice.gates, correction, *limits, **newest, sharpness=sharpness
+            )
             for sentence in judgement.warnings:
                 print(f"nemo-fp8rl: {sentence}", flush=True)
             print_alarm(judgement.alarm)
             batch, skip = judgement.batch, judgement.skip_update
-            metrics = judgement.mismatch | judgement.mismatch_by_lag | judgement.correction
+            metrics = judgement.mismatch | judgement.mismatch_by_lag | judgement.correction | sharpness
         if "advantages" in data:
             self._watch_signal(bool((batch.advantages * batch.loss_mask).any()))
         loss = _as_loss(loss_fn, optional - set(data))
@@ -146,6 +159,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
         size = gbs or self.cfg.policy.train_global_batch_size
         steps, skipped = train_on_batch(batch, train_step, size, skip)
+        self.completed_steps += 1
         self.policy.step_schedule()
         if self.calibrates:
             self.policy.calibrate_kv(batch)
@@ -161,6 +175,12 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
             | known
             | {"optimizer_steps_skipped": [skipped], "samples_without_answer": [unanswered]},
         }
+
+    def _sharpness_of(self, batch: ScoredBatch) -> dict[str, float]:
+        """Return the sharpness metrics, empty unless the last call of `get_logprobs` measured these rows."""
+        if self.measured is None or not torch.equal(self.measured[0], batch.prev_logprobs):
+            return {}
+        return sharpness_metrics(self.measured[1], batch.loss_mask)
 
     def _explained(self, asynchronous: bool) -> float:
         """Return the mismatch above which a step is alarming; asynchronous: answers may be of older weights."""

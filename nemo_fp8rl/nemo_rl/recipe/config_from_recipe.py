@@ -25,6 +25,7 @@ from nemo_fp8rl.policy.weights.layout import check_layout
 MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {
     "policy.megatron_cfg.optimizer": {"weight_decay": 0.01, "adam_beta2": 0.999},
     "policy.megatron_cfg.scheduler": {"lr_decay_style": "linear"},
+    "policy.megatron_cfg.distributed_data_parallel_config": {"grad_reduce_in_fp32": False},
 }
 """Megatron's defaults, where ours differ, of keys that NeMo RL hands on to Megatron and that a recipe leaves out."""
 

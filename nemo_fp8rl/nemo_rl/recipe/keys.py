@@ -83,7 +83,10 @@ UNUSED_PREFIXES = (
     *("policy.megatron_cfg.apply_rope_fusion", "policy.megatron_cfg.attention_backend"),
     *("policy.megatron_cfg.bias_activation_fusion", "policy.megatron_cfg.checkpoint."),
     *("policy.megatron_cfg.converter_type", "policy.megatron_cfg.cuda_graph_", "policy.megatron_cfg.defer_fp32_logits"),
-    "policy.megatron_cfg.distributed_data_parallel_config.",  # gradients are always reduced in float32
+    *(
+        f"policy.megatron_cfg.distributed_data_parallel_config.{name}"
+        for name in ("overlap_", "use_custom_fsdp", "data_parallel_sharding_strategy", "average_in_collective")
+    ),
     *("policy.megatron_cfg.empty_unused_memory_level", "policy.megatron_cfg.fine_grained_activation_offloading"),
     *("policy.megatron_cfg.force_overwrite_initial_ckpt", "policy.megatron_cfg.force_reconvert_from_hf"),
     *("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "policy.megatron_cfg.gradient_accumulation_fusion"),
@@ -99,7 +102,6 @@ UNUSED_PREFIXES = (
         "policy.megatron_cfg.offload_modules",
     ),
     *(f"policy.megatron_cfg.optimizer.{name}" for name in ("bf16", "sgd_momentum", "use_distributed_optimizer")),
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",  # moments are always float32
     *("policy.megatron_cfg.optimizer.optimizer_", "policy.megatron_cfg.optimizer.overlap_cpu_"),
     "policy.megatron_cfg.peft.a2a_experimental",  # how ranks exchange the values of an adapter
     *("policy.megatron_cfg.pipeline_dtype", "policy.megatron_cfg.recompute_"),

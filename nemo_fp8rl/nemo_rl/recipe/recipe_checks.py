@@ -255,6 +255,8 @@ def check_for_package_workers(master: Mapping[str, Any]) -> None:
     correction = read_correction(master)
     if at(master, "nemo_fp8rl.gates", None):
         raise UserError(f"nemo_fp8rl.gates need {NO_LOGPROBS}")
+    if at(master, "nemo_fp8rl.sharpness.period", 0):
+        raise UserError(f"nemo_fp8rl.sharpness needs {NO_LOGPROBS}")
     if correction is not None and (why := correction.resolve().of_whole_batch):
         raise UserError(f"nemo_fp8rl.correction.{why} needs {NO_LOGPROBS}")
 

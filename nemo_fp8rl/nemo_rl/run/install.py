@@ -50,13 +50,14 @@ def install(
 ) -> GrpoLossFn:
     """Link trainer and engines for NeMo RL's refits, and return the loss for its grpo_train.
 
-    completed_steps: total_steps of the checkpoint that the policy was loaded from; the version of the weights starts
-        there
+    completed_steps: total_steps of the checkpoint that the policy was loaded from; the version of the weights and the
+        count of steps start there
     """
     cfg: Config = policy.cfg
     bridge = assemble.build_bridge(cfg, policy.policy, generation.generation, first_version=completed_steps)
     synchronizer = Fp8WeightSynchronizer(policy, generation, bridge)
     generation.connect_bridge(bridge, synchronizer)
+    policy.completed_steps = completed_steps
     policy.connect_refit(synchronizer.sync_weights)
     if cfg.updates_in_flight:
         policy.connect_versions(bridge, generation.ledger)

@@ -22,23 +22,24 @@ from nemo_fp8rl.config.policy_schema import OptimizerConfig as OptimizerKeys
 from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.policy.interface import DivergenceError
+from nemo_fp8rl.policy.optimizer.grad_reduce import SummingDdp
 from nemo_fp8rl.policy.optimizer.scaled_adam import DTYPES, MASTER, MOMENTS, ScaledAdamW
 
 
-def build_ddp(
-    config: TransformerConfig, model: torch.nn.Module, cfg: Config, fp8_param: bool
-) -> DistributedDataParallel:
+def build_ddp(config: TransformerConfig, model: torch.nn.Module, cfg: Config, fp8_param: bool) -> SummingDdp:
     """Wrap the model with gradient buffers.
 
     fp8_param:  data-parallel ranks gather FP8 weights as FP8 bytes
     """
     choice = cfg.policy.megatron_cfg.distributed_data_parallel_config
-    return DistributedDataParallel(
+    return SummingDdp(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=choice.grad_reduce_in_fp32, use_distributed_optimizer=True, fp8_param_gather=fp8_param
         ),
         Float16Module(config, model) if cfg.policy.precision == "bfloat16" else model,
+        choice,
+        cfg.nemo_fp8rl.grad_reduce == "fp8",
     )
 
 
@@ -142,6 +143,8 @@ def build_scheduler(policy: PolicyConfig, optimizer: Any) -> OptimizerParamSched
         lr_warmup_steps=schedule.lr_warmup_iters,
         lr_decay_steps=schedule.lr_decay_iters,
         lr_decay_style=schedule.lr_decay_style,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
@@ -153,7 +156,8 @@ def check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> Non
     """Raise DivergenceError, on all ranks alike, unless gradients and loss are finite.
 
     Megatron checks gradients only when it scales the loss. A NaN or an infinity shows in the smallest or largest value
-    of a gradient, and these need no temporary tensor.
+    of a gradient, and these need no temporary tensor. It shows as well after a sum in FP8, where a block with such a
+    value becomes NaN.
     """
     trained = (parameter for parameter in ddp.parameters() if parameter.requires_grad)
     extremes = torch.stack([value for parameter in trained for value in parameter.main_grad.aminmax()])

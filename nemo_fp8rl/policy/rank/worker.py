@@ -38,6 +38,7 @@ from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, check_gpu_policy, transformer_config
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer.builders import build_ddp, build_optimizer, build_scheduler, check_finite
+from nemo_fp8rl.policy.optimizer.grad_reduce import largest_of_ranks
 from nemo_fp8rl.policy.rank.description import describe_rank
 from nemo_fp8rl.policy.rank.offload import Offload
 from nemo_fp8rl.policy.rank.pipeline import Pipeline, TokenValues
@@ -91,6 +92,7 @@ class MegatronWorker:
         rendezvous:  (host, port) of rank 0's store; None for a single rank
         """
         self.cfg, self.rank, on_gpu = cfg, rank, self.on_gpu()
+        self.description = None  # a rank may be set up again
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
         if on_gpu:
@@ -215,6 +217,7 @@ class MegatronWorker:
             if self.kv_cache is not None:
                 self.kv_cache.is_current = False
         metrics = {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        metrics["grad_bytes"] = largest_of_ranks(self.ddp.sent_bytes)
         return {**metrics, "global_scale_raises": float(raises)} if self.global_scales.matrices else metrics
 
     def _dropout(self) -> AbstractContextManager[None]:

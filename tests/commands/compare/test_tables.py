@@ -136,6 +136,39 @@ def test_markdown_and_terminal_show_the_same_cells(results):
     assert "the flow's own engine in its own precision" in page
 
 
+def spikes_by_flow(results: dict[str, Any], counts: dict[str, list[float]]) -> None:
+    """Give the flows' runs of the first part these numbers of loss spikes, one a seed, and one spike of grad_norm."""
+    for run in results["runs"]:
+        if run["length"] is None:
+            loss = counts[run["flow"]][run["seed"] - 1]
+            run["numbers"] |= {"loss_spikes": loss, "grad_norm_spikes": 1.0, "longest_spike": 2.0 + loss}
+
+
+def test_spikes_are_counted_by_flow_with_their_interval(results):
+    calm, noisy = [0.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]
+    spikes_by_flow(results, {"bf16": calm, "same": calm, "worse": noisy, "better": calm})
+    rows = cells(results, 1)
+    assert rows["worse 5"] == {
+        "flow": "worse",
+        "seeds": "5",
+        "loss spikes": "3.0 ± 2.0",  # 2.776 x 1.581 / sqrt(5)
+        "grad_norm spikes": "1.0 ± 0.0",
+        "longest, steps": "7",
+    }
+    assert rows["bf16 5"]["loss spikes"] == "0.0 ± 0.0"
+    said = {sentence.partition(":")[0]: sentence for sentence in sections(results)[1].sentences}
+    assert said["worse"] == "worse: spikes less those of bf16: the interval (+1.04 to +4.96, 5 seeds) lies above 0."
+    assert said["same"].endswith("(+0 to +0, 5 seeds) contains 0, so no difference is shown.")
+
+
+def test_a_run_counts_a_spike_of_its_loss_and_of_its_gradient():
+    rows = [{"step": step, "train/loss": 1.0 + step % 3, "train/grad_norm": 1.0 + step % 2} for step in range(1, 31)]
+    rows[20]["train/loss"] = rows[21]["train/loss"] = 50.0
+    numbers = {name: value for name, value in measure(rows).items() if "spike" in name}
+    assert numbers == {"loss_spikes": 1.0, "grad_norm_spikes": 0.0, "longest_spike": 2.0}
+    assert measure(rows[:10]) == {}
+
+
 def test_no_finished_run_makes_no_table(results):
     results["runs"] = []
     assert sections(results) == []

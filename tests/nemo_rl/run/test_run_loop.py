@@ -255,7 +255,10 @@ def test_a_mixture_in_the_layout_of_its_recipe(tmp_path):
     """Qwen3-30B-A3B's on two nodes, where EP is 8: TP 2 with sequence parallelism, experts whole, an engine of TP 2."""
     make_tiny(tmp_path / "tiny", "add", family="qwen3_moe", moe_intermediate_size=256)  # two blocks for two ranks
     model, data = f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl"
-    sft(load(RECIPES / "tiny_sft.yaml", [model, data, "sft.max_num_steps=100"]), tmp_path / "tiny/warm")
+    sft(
+        load(RECIPES / "tiny_sft.yaml", [model, data, "sft.max_num_steps=100", f"logger.log_dir={tmp_path}/sft"]),
+        tmp_path / "tiny/warm",
+    )
     logs = tmp_path / "logs"
     of_two = ("policy.megatron_cfg.expert_model_parallel_size=2", "cluster.gpus_per_node=2", "grpo.max_num_steps=2")
     recipe = RECIPES / "nemo_rl/qwen3-30b-a3b-fp8-e2e-2n8g.yaml"
@@ -289,6 +292,14 @@ def test_a_gate_keeps_a_batch_from_being_trained_on(warm, tmp_path):
     assert values["train/optimizer_steps_skipped"] == [1, 1]
     assert min(values["train/token_mult_prob_error"]) > 1.001
     assert values["train/grad_norm"] == [0, 0]
+
+
+def test_sharpness_is_logged_at_its_steps_and_changes_nothing(e2e, warm, tmp_path):
+    logs, names = tmp_path / "logs", ("train/sharpness", "train/sharpness_last_token")
+    values = runs.run(logs, *runs.overrides(warm, logs), "++nemo_fp8rl.sharpness.period=2")
+    assert all(0 < value < 5 for name in names for value in values[name])
+    assert [len(values.pop(name)) for name in names] == [2, 2]
+    assert measured(values) == measured(e2e)
 
 
 def test_conversations_of_several_turns_in_a_registered_environment(warm, tmp_path):

@@ -216,6 +216,7 @@ def test_the_policy_of_all_ranks_saves_adapters(recipe, tmp_path):
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"adapter", "optimizer"}
 
 
-def test_a_warm_up_does_not_train_adapters(recipe, tmp_path):
-    with pytest.raises(UserError, match=r"peft\.enabled=true: sft writes a whole checkpoint; set it to false"):
-        sft(recipe(*LORA), tmp_path / "new")
+def test_supervised_training_writes_adapters(recipe, tmp_path):
+    assert sft(recipe(*LORA, "sft.max_num_steps=1"), tmp_path / "new")
+    written = (tmp_path / "new/adapter_model.safetensors").read_bytes()
+    assert (tmp_path / "run/checkpoints/step_1/policy/adapter/adapter_model.safetensors").read_bytes() == written
