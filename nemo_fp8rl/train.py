@@ -257,6 +257,8 @@ def _machine_choices(cfg: Config, policy: Policy, generation: Generation, bridge
     choices["quantizer"] = ", ".join(sorted(trainer.quantizers)) or "none"
     if trainer.cache_roundings:
         choices["kv rounding"] = ", ".join(sorted(trainer.cache_roundings))
+    if trainer.optimizer_states:
+        choices["optimizer states"] = ", ".join(sorted(trainer.optimizer_states))
     return choices | {
         "trainer_kernels": ", ".join(sorted(trainer.kernels)) or "none in FP8",
         "engine_kernels": ", ".join(sorted(engines.kernels)),

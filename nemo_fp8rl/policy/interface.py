@@ -34,6 +34,7 @@ class PolicyDescription:
     cache_roundings:   how attention rounds the keys and values of an FP8 KV cache; empty where it does not
     instruction_sets:  `machine.instructions` of the ranks' machines; "" for a CPU without AVX-512
     fingerprint:       digests of the operations shared with the engines (`ops.fingerprint`); empty without such
+    optimizer_states:  dtypes of masters and moments; empty where all are float32 by default
     """
 
     kernels: frozenset[str]
@@ -42,6 +43,7 @@ class PolicyDescription:
     cache_roundings: frozenset[str]
     instruction_sets: frozenset[str]
     fingerprint: frozenset[tuple[str, str]] = frozenset()
+    optimizer_states: frozenset[str] = frozenset()
 
     @property
     def is_aligned(self) -> bool:

@@ -6,10 +6,6 @@ from typing import Any
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 
-LEAST_LR_OF_FP16 = 1e-5
-"""Learning rate from which float16 masters follow their updates: at 2e-5 they make 99 % of the movement of float32
-masters, at 3e-6 half of it, at 1e-6 15 % (weights of standard deviation 0.02, 200 steps in one direction)."""
-
 
 def lookup(cfg: Any, key: str) -> Any:
     """Return the value of a dotted key."""
@@ -63,31 +59,16 @@ def _check_wsd(cfg: Config, block: str) -> None:
 
 
 def _check_optimizer_states(cfg: Config) -> None:
-    keys, block = cfg.policy.megatron_cfg.optimizer, "policy.megatron_cfg.optimizer"
-    if not keys.use_precision_aware_optimizer:
-        chosen = {name: getattr(keys, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")}
-        for name, dtype in chosen.items():
-            if dtype != "fp32":
-                raise UserError(
-                    f"{block}.{name}={dtype} has a meaning only with {block}.use_precision_aware_optimizer=true: set "
-                    f"that, or {name}=fp32"
-                )
-        return
-    if keys.main_params_dtype != "fp16":
-        return
-    subject = f"{block}.main_params_dtype=fp16"
-    if keys.lr < LEAST_LR_OF_FP16:
-        raise UserError(
-            f"{subject} with {block}.lr={keys.lr:g}: float16 rounds most updates of such a rate away, and weights "
-            f"hardly move; set main_params_dtype=fp32, whose remainders (store_param_remainders=true) have as few "
-            f"bytes and are exact, or lr to {LEAST_LR_OF_FP16:g} or more"
-        )
-    if cfg.policy.precision == "float32":
-        raise UserError(f"{subject} with policy.precision=float32: a float32 weight is its own master; set it to fp32")
-    if cfg.nemo_fp8rl.fp8_param:
-        raise UserError(
-            f"{subject} with nemo_fp8rl.fp8_param=true: FP8 weights are quantized from float32 masters; set it to fp32"
-        )
+    cfg.policy.megatron_cfg.optimizer.check()
+    reasons = {
+        "policy.precision=float32": (cfg.policy.precision == "float32", "a float32 weight is its own master"),
+        "nemo_fp8rl.fp8_param=true": (cfg.nemo_fp8rl.fp8_param, "FP8 weights are quantized from float32 masters"),
+    }
+    for key, (is_set, reason) in reasons.items():
+        if is_set and cfg.policy.megatron_cfg.optimizer.main_params_dtype == "fp16":
+            raise UserError(
+                f"policy.megatron_cfg.optimizer.main_params_dtype=fp16 with {key}: {reason}; set it to fp32"
+            )
 
 
 def _check_gradients(cfg: Config) -> None:

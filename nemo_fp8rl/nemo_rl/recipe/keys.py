@@ -102,7 +102,6 @@ UNUSED_PREFIXES = (
         "policy.megatron_cfg.offload_modules",
     ),
     *(f"policy.megatron_cfg.optimizer.{name}" for name in ("bf16", "sgd_momentum", "use_distributed_optimizer")),
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",  # moments are always float32
     *("policy.megatron_cfg.optimizer.optimizer_", "policy.megatron_cfg.optimizer.overlap_cpu_"),
     "policy.megatron_cfg.peft.a2a_experimental",  # how ranks exchange the values of an adapter
     *("policy.megatron_cfg.pipeline_dtype", "policy.megatron_cfg.recompute_"),

@@ -18,6 +18,7 @@ STOCK_FLOWS = ("bf16", "fp8_rollout", "fp8_e2e")
 OR_PACKAGE_WORKERS = "or nemo_fp8rl.workers=ours"
 IGNORED = "quantization_ignored_layer_kws"
 DRAFTERS = ("mtp", "deepseek_mtp")
+STATE_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
 KV_CACHE = "policy.generation.vllm_cfg.kv_cache_dtype"
 FLOAT32_SUM = "policy.megatron_cfg.distributed_data_parallel_config.reduce_scatter_with_fp32_accumulation"
 LATENT_CACHE_UNSUPPORTED = (
@@ -80,7 +81,7 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
     Raises: UserError if the precisions of trainer and engine do not agree
     """
     precision = read_precision(policy)
-    if refusal := why_rank_indivisible(policy):
+    if refusal := why_rank_indivisible(policy) or why_dtype_unsupported(policy):
         return refusal
     if precision.flow == "bf16":  # then any transport of NeMo RL's does
         return why_transport_unsupported(policy["generation"], only_ours=True)
@@ -141,6 +142,21 @@ def why_rank_indivisible(policy: Mapping[str, Any]) -> str:
     return (
         f"{PEFT}.dim={rank} does not divide over policy.megatron_cfg.tensor_model_parallel_size={tensor} in NeMo RL's "
         f"own trainer: set it to {-(-rank // tensor) * tensor}, {OR_PACKAGE_WORKERS}"
+    )
+
+
+def why_dtype_unsupported(policy: Mapping[str, Any]) -> str:
+    """Return why NeMo RL's trainer cannot keep optimizer states in the recipe's dtypes; empty if it can.
+
+    It hands YAML's text to Megatron's OptimizerConfig (nemo_rl/models/megatron/setup.py), which needs a torch.dtype.
+    """
+    optimizer = at(policy, "megatron_cfg.optimizer", None) or {}
+    name = next((name for name in STATE_DTYPES if optimizer.get(name) is not None), "")
+    if not name or not at(policy, "megatron_cfg.enabled", False):
+        return ""
+    return (
+        f"policy.megatron_cfg.optimizer.{name}={optimizer[name]}: NeMo RL's own trainer takes no dtype from a recipe, "
+        "and fails when it has loaded the model: leave it out, or set nemo_fp8rl.workers=ours"
     )
 
 

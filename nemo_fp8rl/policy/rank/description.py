@@ -35,7 +35,19 @@ def describe_rank(
         cache_roundings=frozenset([kv_cache.rounding] if kv_cache is not None and kv_cache.rounding else []),
         instruction_sets=frozenset([instructions()]),
         fingerprint=fingerprint,
+        optimizer_states=frozenset(filter(None, [_optimizer_states(cfg, model)])),
     )
+
+
+def _optimizer_states(cfg: Config, model: torch.nn.Module) -> str:
+    keys = cfg.policy.megatron_cfg.optimizer
+    if not keys.use_precision_aware_optimizer:
+        return ""
+    master = f"{keys.main_params_dtype} masters"
+    # Megatron keeps float32 masters of FP8 weights, and float32 weights are their masters
+    if keys.store_param_remainders and keys.main_params_dtype == "fp32" and not any(map(is_fp8, model.parameters())):
+        master = "16-bit remainders of masters" if cfg.policy.precision == "bfloat16" else master
+    return f"{master}, {keys.exp_avg_dtype} and {keys.exp_avg_sq_dtype} moments"
 
 
 def _quantizer(cfg: Config, model: torch.nn.Module, device: torch.device) -> str:

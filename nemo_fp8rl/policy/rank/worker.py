@@ -92,6 +92,7 @@ class MegatronWorker:
         rendezvous:  (host, port) of rank 0's store; None for a single rank
         """
         self.cfg, self.rank, on_gpu = cfg, rank, self.on_gpu()
+        self.description = None  # a rank may be set up again
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
         if on_gpu:

@@ -16,6 +16,7 @@ from nemo_fp8rl.nemo_rl.recipe.gpu_division import check_division, divide_gpus
 from nemo_fp8rl.nemo_rl.recipe.keys import IGNORED_VALUES, describe_ignored_values
 from nemo_fp8rl.nemo_rl.recipe.read_recipe import load_recipe
 from nemo_fp8rl.nemo_rl.recipe.recipe_for_train import convert_keys_for_train
+from nemo_fp8rl.nemo_rl.stock.stock_limits import why_policy_unsupported
 from tests.conftest import RECIPES
 from tests.nemo_rl.recipe.test_shipped_recipes import flow_of
 
@@ -343,6 +344,31 @@ def test_gradients_are_summed_as_the_recipe_says(tiny, block, expected):
 def test_a_key_of_gradients_that_nobody_reads_is_refused(tiny):
     with pytest.raises(UserError, match=r"distributed_data_parallel_config\.nccl_ub=True is not a key"):
         convert_recipe(master(tiny, **{SUMS: {"nccl_ub": True}}))
+
+
+OPTIMIZER = "policy__megatron_cfg__optimizer"
+
+
+def test_dtypes_of_the_optimizers_states_reach_the_trainer(tiny):
+    """NeMo RL's default recipes set use_precision_aware_optimizer=true, which leaves all values as they are."""
+    dtypes = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16", "store_param_remainders": False}
+    changes = {f"{OPTIMIZER}__{name}": value for name, value in dtypes.items()}
+    with pytest.raises(UserError, match=r"exp_avg_dtype=fp8 has a meaning only with .*precision_aware_optimizer=true"):
+        convert_recipe(master(tiny, **changes))
+    changes[f"{OPTIMIZER}__use_precision_aware_optimizer"] = True
+    keys = convert_recipe(master(tiny, **changes)).policy.megatron_cfg.optimizer
+    assert (keys.exp_avg_dtype, keys.exp_avg_sq_dtype, keys.store_param_remainders) == ("fp8", "fp16", False)
+    assert keys.use_precision_aware_optimizer
+
+
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"])
+def test_nemo_rls_own_workers_take_no_dtype_of_a_state(tiny, name):
+    policy = master(tiny, **BF16)["policy"]
+    assert why_policy_unsupported(policy, survives_refit=True) == ""
+    policy["megatron_cfg"]["optimizer"] |= {"use_precision_aware_optimizer": True, name: "torch.float16"}
+    assert why_policy_unsupported(policy, survives_refit=True).startswith(
+        f"policy.megatron_cfg.optimizer.{name}=torch.float16: NeMo RL's own trainer takes no dtype from a recipe"
+    )
 
 
 MXFP8 = {"policy__megatron_cfg__fp8_cfg": {"enabled": True, "fp8_recipe": "mxfp8"}}
