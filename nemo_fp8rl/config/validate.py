@@ -18,9 +18,11 @@ def lookup(cfg: Any, key: str) -> Any:
     return cfg
 
 
-def check(cfg: Config) -> None:
-    """Raise UserError for values that contradict each other."""
+def check(cfg: Config, has_rollouts: bool = True) -> None:
+    """Raise UserError for values that contradict each other; has_rollouts: see `recipe.load`."""
     _check_parallel_sizes(cfg)
+    if has_rollouts:
+        _check_rollout_size(cfg)
     _check_batch_sizes(cfg)
     _check_schedule(cfg)
     cfg.loss_fn.check()
@@ -64,6 +66,20 @@ def check(cfg: Config) -> None:
         _check_colocated(cfg)
     _check_environment(cfg)
     check_tracker(cfg.logger.mlflow.tracking_uri)
+
+
+def _check_rollout_size(cfg: Config) -> None:
+    batch = cfg.policy.train_global_batch_size
+    if cfg.rollout_batch_size % batch:
+        raise UserError(
+            f"policy.train_global_batch_size={batch} does not divide the {cfg.rollout_batch_size} samples of a step "
+            "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
+        )
+    if cfg.loss_fn.force_on_policy_ratio and batch != cfg.rollout_batch_size:
+        raise UserError(
+            f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="
+            f"{cfg.rollout_batch_size}, all samples of a step"
+        )
 
 
 def _check_number_format(cfg: Config) -> None:
@@ -238,11 +254,6 @@ def check_asynchronous(cfg: Config) -> None:
 def _check_algorithm(cfg: Config) -> None:
     resolve_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     check_gates(cfg.nemo_fp8rl.gates)
-    if cfg.loss_fn.force_on_policy_ratio and cfg.policy.train_global_batch_size != cfg.rollout_batch_size:
-        raise UserError(
-            f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="
-            f"{cfg.rollout_batch_size}, all samples of a step"
-        )
     grpo, shaping = cfg.grpo, cfg.grpo.reward_shaping
     if cfg.loss_fn.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
         raise UserError(
@@ -327,11 +338,6 @@ def _check_parallel_sizes(cfg: Config) -> None:
 
 def _check_batch_sizes(cfg: Config) -> None:
     policy, ranks = cfg.policy, cfg.data_parallel_size
-    if cfg.rollout_batch_size % policy.train_global_batch_size:
-        raise UserError(
-            f"policy.train_global_batch_size={policy.train_global_batch_size} does not divide the "
-            f"{cfg.rollout_batch_size} samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
-        )
     dynamic, packing = policy.dynamic_batching, policy.sequence_packing
     if dynamic.enabled and packing.enabled:
         raise UserError("policy.dynamic_batching and policy.sequence_packing are both enabled; enable one of them")
