@@ -13,8 +13,10 @@ from nemo_fp8rl.config.validate.generation import check_colocated, check_updates
 from nemo_fp8rl.config.validate.training import check_training, lookup
 
 
-def check(cfg: Config) -> None:
-    """Raise UserError for values that contradict each other."""
+def check(cfg: Config, has_rollouts: bool = True) -> None:
+    """Raise UserError for values that contradict each other; has_rollouts: see `recipe.load`."""
+    if has_rollouts:
+        _check_rollout_size(cfg)
     check_training(cfg)
     cfg.loss_fn.check()
     _check_algorithm(cfg)
@@ -57,6 +59,20 @@ def check(cfg: Config) -> None:
         check_colocated(cfg)
     _check_environment(cfg)
     check_tracker(cfg.logger.mlflow.tracking_uri)
+
+
+def _check_rollout_size(cfg: Config) -> None:
+    batch = cfg.policy.train_global_batch_size
+    if cfg.rollout_batch_size % batch:
+        raise UserError(
+            f"policy.train_global_batch_size={batch} does not divide the {cfg.rollout_batch_size} samples of a step "
+            "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
+        )
+    if cfg.loss_fn.force_on_policy_ratio and batch != cfg.rollout_batch_size:
+        raise UserError(
+            f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="
+            f"{cfg.rollout_batch_size}, all samples of a step"
+        )
 
 
 def _check_number_format(cfg: Config) -> None:
@@ -169,11 +185,6 @@ def check_tracker(tracking_uri: str | None) -> None:
 def _check_algorithm(cfg: Config) -> None:
     resolve_correction(cfg.loss_fn, cfg.nemo_fp8rl.correction)
     check_gates(cfg.nemo_fp8rl.gates, cfg.nemo_fp8rl.sharpness.period)
-    if cfg.loss_fn.force_on_policy_ratio and cfg.policy.train_global_batch_size != cfg.rollout_batch_size:
-        raise UserError(
-            f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="
-            f"{cfg.rollout_batch_size}, all samples of a step"
-        )
     grpo, shaping = cfg.grpo, cfg.grpo.reward_shaping
     if cfg.loss_fn.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
         raise UserError(

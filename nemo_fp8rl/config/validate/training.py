@@ -104,11 +104,6 @@ def _check_parallel_sizes(cfg: Config) -> None:
 
 def _check_batch_sizes(cfg: Config) -> None:
     policy, ranks = cfg.policy, cfg.data_parallel_size
-    if cfg.rollout_batch_size % policy.train_global_batch_size:
-        raise UserError(
-            f"policy.train_global_batch_size={policy.train_global_batch_size} does not divide the "
-            f"{cfg.rollout_batch_size} samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
-        )
     dynamic, packing = policy.dynamic_batching, policy.sequence_packing
     if dynamic.enabled and packing.enabled:
         raise UserError("policy.dynamic_batching and policy.sequence_packing are both enabled; enable one of them")
