@@ -11,8 +11,11 @@ where a ring would round at every rank, and nothing overflows. A block never spa
 tensor-parallel ranks share would lie beside different values on each of them, and its copies would drift apart.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -83,7 +86,10 @@ class ParameterBlocks:
 
     def _parts(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (place among the blocks' values, first value in the bucket, end) of each parameter in these blocks."""
-        for block, start, stop in self.spans:
+        begin = max(0, bisect_right(self.spans, first, key=itemgetter(0)) - 1)
+        for block, start, stop in islice(self.spans, begin, None):
+            if block >= end:
+                return
             a, b = max(first, block), min(end, block + count_blocks(stop - start))
             if a < b:
                 yield (a - first) * BLOCK, start + (a - block) * BLOCK, min(stop, start + (b - block) * BLOCK)
