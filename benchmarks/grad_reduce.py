@@ -1,6 +1,6 @@
 """Measures ways to sum gradients over data-parallel ranks: bytes, signal-to-noise, and the loss of a training.
 
-    python benchmarks/grad_reduce.py [--sections sums training] [--choices FP8] [--steps 500] [--seeds 5]
+    python benchmarks/grad_reduce.py [--steps 500] [--seeds 5] [--jobs 1] [--dry-run] [--folder F] [--json FILE]
 
 sums      gradients of a tiny model (next-byte prediction, as in training.py) at its start and after 100 steps, of 2 and
           of 8 batches at the same weights, summed in each of these ways; the noise is the distance from their float64
@@ -15,7 +15,8 @@ sums      gradients of a tiny model (next-byte prediction, as in training.py) at
               ours                   `nemo_fp8rl.grad_reduce=fp8`
 training  two ranks on gloo train that model, once for each way that a recipe can choose; gaps to float32 over seeds
 
-Prints tables and writes the figures, with machine and versions, to benchmarks/results/grad_reduce_cpu.json.
+Prints tables and writes the figures, with machine and versions. Trainings are stored in --folder: an interrupted
+benchmark continues.
 """
 
 import argparse
@@ -28,27 +29,32 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
+from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from rich.console import Console
 from rich.table import Table
+from stored_runs import run_all
 from torch import Tensor
-from training import LENGTH, ROOT, ROWS, STUDENT_T, batch, corpus
+from training import ROOT, WIDE, Course, batch, held_out_loss, loss_totals, recipe_keys, step_windows, trainer
 
 from nemo_fp8rl.algorithms.loss import NllLoss
-from nemo_fp8rl.batch import LossTotals
-from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.commands.compare.statistics import paired_interval
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
+from nemo_fp8rl.policy.optimizer.grad_reduce import BLOCK, decode, encode
+from nemo_fp8rl.policy.rank.worker import MegatronWorker
 
 RESULT = ROOT / "benchmarks/results/grad_reduce_cpu.json"
 WARM_STEPS = 100
 SIZES = (2, 8)
+LAST = 50
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 BF16 = f"{DDP}.grad_reduce_in_fp32=false"
 CHOICES = {
@@ -100,8 +106,6 @@ def fp8_lm_mu(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def ours(gradients: list[Tensor]) -> list[Tensor]:
-    from nemo_fp8rl.policy.optimizer.grad_reduce import BLOCK, decode, encode
-
     sums = []
     for parts in gradients:
         total, size = torch.zeros(()), parts.size(1)
@@ -128,54 +132,11 @@ def decibels(signal: Tensor, value: Tensor) -> float:
     return float(10 * torch.log10(signal.square().sum() / noise)) if noise else math.inf
 
 
-def overrides(model: Path, steps: int, count: int) -> tuple[str, ...]:
-    return (
-        f"policy.model_name={model}",
-        "nemo_fp8rl.flow=bf16",
-        f"policy.max_total_sequence_length={LENGTH}",
-        "policy.generation.temperature=1.0",
-        "policy.megatron_cfg.optimizer.lr=0.001",
-        "policy.megatron_cfg.scheduler.lr_warmup_iters=50",
-        "policy.megatron_cfg.scheduler.lr_decay_style=cosine",
-        f"policy.megatron_cfg.scheduler.lr_decay_iters={max(steps, 51)}",
-        f"policy.train_micro_batch_size={ROWS // count}",
-        f"policy.train_global_batch_size={ROWS}",
-        *(("cluster.backend=ray", f"cluster.train_ranks={count}") if count > 1 else ()),
-    )
-
-
-def make_model(folder: Path, seed: int) -> Path:
-    if not (folder / f"model_{seed}").exists():
-        write_model(folder / f"model_{seed}", seed, vocab_size=256, hidden_size=256)
-    return folder / f"model_{seed}"
-
-
-def new_worker(keys: tuple[str, ...], rank: int, count: int, rendezvous: tuple[str, int] | None) -> Any:
-    with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
-        from nemo_fp8rl.policy.rank.worker import MegatronWorker
-
-        worker = MegatronWorker()
-        if rendezvous and rank == 0:
-            worker.listener = LISTENERS.pop()
-        cfg = load(ROOT / "conf/tiny_cpu.yaml", keys)
-        worker.setup(cfg, rank, count, rendezvous)
-    return worker
-
-
-def totals() -> LossTotals:
-    return LossTotals(torch.tensor(float(ROWS)), torch.tensor(float(ROWS * (LENGTH - 1))))
-
-
-def windows_of(step: int, order: Tensor) -> Tensor:
-    return order[torch.arange(step * ROWS, (step + 1) * ROWS) % len(order)]
-
-
-def local_gradients(worker: Any, windows: Tensor) -> list[Tensor]:
+def local_gradients(worker: MegatronWorker, course: Course, windows: Tensor) -> list[Tensor]:
     """Return the gradient of each parameter on one batch, flat float32."""
-    from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 
-    def compute_loss(logprobs: Tensor, unfiltered: Any, _rows: Tensor, part: Any) -> Any:
-        return NllLoss()(logprobs, part, totals(), unfiltered)
+    def compute_loss(values: Any, _rows: Tensor, part: Any) -> Any:
+        return NllLoss()(values.logprobs, part, loss_totals(course), values.unfiltered)
 
     with megatron_on_cpu():
         worker.ddp.zero_grad_buffer()
@@ -183,31 +144,24 @@ def local_gradients(worker: Any, windows: Tensor) -> list[Tensor]:
     return [parameter.main_grad.flatten().clone() for parameter in worker.model.parameters()]
 
 
-def measure_sums(folder: Path) -> list[dict[str, Any]]:
-    worker, (train, _), rows = new_worker(overrides(make_model(folder, 0), 500, 1), 0, 1, None), corpus(), []
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    for steps in (0, WARM_STEPS):
-        for step in range(steps):
-            worker.train_step(batch(train[windows_of(step, order)]), NllLoss(), totals())
-        batches = [train[windows_of(WARM_STEPS + number, order)] for number in range(max(SIZES))]
-        by_rank = [local_gradients(worker, windows) for windows in batches]
-        for size in SIZES:
-            gradients = [torch.stack(parts) for parts in zip(*by_rank[:size], strict=True)]
-            exact = [parts.double().sum(0) for parts in gradients]
-            for name, (width, way) in WAYS.items():
-                sums = [total.double() for total in way(gradients)]
-                each = [decibels(*pair) for pair in zip(exact, sums, strict=True) if pair[0].any()]
-                rows.append(
-                    {
-                        "steps": steps,
-                        "ranks": size,
-                        "way": name,
-                        "bytes_of_a_value": width,
-                        "decibels": decibels(torch.cat(exact), torch.cat(sums)),
-                        "worst_parameter": min(each),
-                    }
-                )
-    worker.shutdown()
+def measure_sums(folder: Path, warm_steps: int) -> list[dict[str, Any]]:
+    course, rows = Course("qwen3", warm_steps + max(SIZES), WIDE, warmup=warm_steps // 2), list[dict[str, Any]]()
+    with trainer(folder, course, 0, "nemo_fp8rl.flow=bf16") as worker:
+        *warm, _ = all_windows = list(step_windows(course, 0))
+        batches = all_windows[warm_steps:]
+        for steps in (0, warm_steps):
+            for windows in islice(warm, steps):
+                worker.train_step(batch(windows), NllLoss(), loss_totals(course))
+            by_rank = [local_gradients(worker, course, windows) for windows in batches]
+            for size in SIZES:
+                gradients = [torch.stack(parts) for parts in zip(*by_rank[:size], strict=True)]
+                exact = [parts.double().sum(0) for parts in gradients]
+                for name, (width, way) in WAYS.items():
+                    sums = [total.double() for total in way(gradients)]
+                    each = [decibels(*pair) for pair in zip(exact, sums, strict=True) if pair[0].any()]
+                    whole = decibels(torch.cat(exact), torch.cat(sums))
+                    row = {"steps": steps, "ranks": size, "way": name, "bytes_of_a_value": width}
+                    rows.append(row | {"decibels": whole, "worst_parameter": min(each)})
     return rows
 
 
@@ -221,86 +175,92 @@ def listen() -> tuple[str, int]:
     return host, port
 
 
-def learn(rank: int, rendezvous: tuple[str, int], model: Path, keys: tuple[str, ...], seed: int, steps: int) -> Any:
+def learn(rank: int, rendezvous: tuple[str, int], course: Course, keys: tuple[str, ...], seed: int) -> Any:
     """Train as one of two ranks; return this rank's part of the losses, the held-out loss, bytes and seconds a step."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     warnings.simplefilter("ignore")  # torch's about names that Megatron uses
-    worker = new_worker((*overrides(model, steps, 2), *keys), rank, 2, rendezvous)
-    train, held_out = corpus()
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    losses, seconds, metrics = [], [], {}
-    for step in range(steps):
-        start, windows = time.perf_counter(), windows_of(step, order).chunk(2)[rank]
-        metrics = worker.train_step(batch(train[windows]), NllLoss(), totals())
+    worker = MegatronWorker()
+    if rank == 0:
+        worker.listener = LISTENERS.pop()
+    worker.setup(load(ROOT / "conf/tiny_cpu.yaml", keys), rank, 2, rendezvous)
+    losses, seconds, metrics = list[float](), list[float](), dict[str, float]()
+    for windows in step_windows(course, seed):
+        start = time.perf_counter()
+        metrics = worker.train_step(batch(windows.chunk(2)[rank]), NllLoss(), loss_totals(course))
         losses.append(metrics["loss"])
         seconds.append(time.perf_counter() - start)
-    validation = -float(worker.logprobs(batch(held_out[:256]))[:, 1:].mean())
-    return losses, validation, metrics["grad_bytes"], median(seconds)
+    return losses, held_out_loss(worker, course), metrics["grad_bytes"], median(seconds)
 
 
-def train_two(folder: Path, choice: str, seed: int, steps: int) -> dict[str, Any]:
+def train_two(folder: Path, course: Course, choice: str, seed: int) -> dict[str, Any]:
     """Train in two new processes, because gloo's groups are for the life of a process."""
     pools = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in range(2)]
-    rendezvous, model = pools[0].submit(listen).result(), make_model(folder, seed)
-    futures = [
-        pool.submit(learn, rank, rendezvous, model, CHOICES[choice], seed, steps) for rank, pool in enumerate(pools)
-    ]
+    keys = *recipe_keys(folder, course, seed), *CHOICES[choice], "nemo_fp8rl.flow=bf16"
+    keys = *keys, "cluster.backend=ray", "cluster.train_ranks=2", "policy.train_micro_batch_size=32"
+    rendezvous = pools[0].submit(listen).result()
+    futures = [pool.submit(learn, rank, rendezvous, course, keys, seed) for rank, pool in enumerate(pools)]
     (first, validation, sent, seconds), (second, *_) = (future.result() for future in futures)
     for pool in pools:
         pool.shutdown()
     losses = [round(a + b, 5) for a, b in zip(first, second, strict=True)]
-    print(
-        f"{choice}, seed {seed}: held-out loss {validation:.4f}, {sent:,.0f} bytes, {seconds:.3f} s a step", flush=True
-    )
     result = {"choice": choice, "seed": seed, "losses": losses, "validation": validation}
     return result | {"grad_bytes": sent, "seconds_a_step": round(seconds, 4)}
 
 
 def show_sums(rows: list[dict[str, Any]]) -> None:
-    table = Table("way", "bytes a value", *(f"{n} ranks, step {s}" for s in (0, WARM_STEPS) for n in SIZES))
+    table = Table(
+        "way", "bytes a value", *(f"{r['ranks']} ranks, step {r['steps']}" for r in rows if r["way"] == "ours")
+    )
     for name, (width, _) in WAYS.items():
         cells = [f"{r['decibels']:.1f} ({r['worst_parameter']:.1f})" for r in rows if r["way"] == name]
         table.add_row(name, f"{width:.3f}", *cells)
     Console(width=120).print("Signal-to-noise of the sum, dB (of the worst parameter)", table)
 
 
-def show_training(results: list[dict[str, Any]], choices: list[str], seeds: int) -> None:
-    held_out = {(r["choice"], r["seed"]): r["validation"] for r in results}
-    table = Table("", "bytes a step", "held-out loss", "gap to float32", "95 % interval")
-    for choice in choices:
-        gaps = [held_out[choice, seed] - held_out["float32", seed] for seed in range(seeds)]
-        half = STUDENT_T[seeds] * stdev(gaps) / seeds**0.5 if seeds in STUDENT_T else math.nan
-        sent = next(r["grad_bytes"] for r in results if r["choice"] == choice)
-        mean = fmean(held_out[choice, seed] for seed in range(seeds))
-        interval = f"{fmean(gaps) - half:+.4f} to {fmean(gaps) + half:+.4f}"
-        table.add_row(choice, f"{sent:,.0f}", f"{mean:.4f}", f"{fmean(gaps):+.4f}", interval)
-    Console(width=120).print(table)
+def show_training(results: list[dict[str, Any]]) -> None:
+    table = Table("", "bytes a step", "last steps", "gap to float32", "held-out loss", "gap to float32")
+    for choice in dict.fromkeys(result["choice"] for result in results):
+        cells = [f"{next(r['grad_bytes'] for r in results if r['choice'] == choice):,.0f}"]
+        for value in (lambda r: fmean(r["losses"][-LAST:]), lambda r: r["validation"]):
+            by_choice = {
+                name: {r["seed"]: value(r) for r in results if r["choice"] == name} for name in ("float32", choice)
+            }
+            gap = paired_interval(by_choice[choice], by_choice["float32"])
+            known = choice != "float32" and gap is not None and gap.half is not None
+            interval = f"{gap.mean:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})" if known and gap else "-"
+            cells += [f"{fmean(by_choice[choice].values()):.4f}", interval]
+        table.add_row(choice, *cells)
+    Console(width=140).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=("sums", "training"), default=["sums", "training"])
-    parser.add_argument(
-        "--choices", nargs="+", choices=CHOICES, default=list(CHOICES), help="of training, with float32"
-    )
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="pairs of ranks at a time")
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs/grad_reduce"))
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
+    steps, seeds, warm_steps = arguments.steps, arguments.seeds, WARM_STEPS
+    if arguments.dry_run:
+        steps, seeds, warm_steps = 6, 2, 2
 
-    versions = {name: metadata.version(name) for name in ("torch", "megatron-core")}
-    record = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    record |= {"machine": machine(), "versions": versions}
-    if "sums" in arguments.sections:
-        record["sums"] = measure_sums(arguments.folder)
-        show_sums(record["sums"])
-    if "training" in arguments.sections:
-        choices = [choice for choice in CHOICES if choice in ("float32", *arguments.choices)]
-        runs = [(choice, seed) for seed in range(arguments.seeds) for choice in choices]
-        results = [train_two(arguments.folder, *run, arguments.steps) for run in runs]
-        record["training"] = {"steps": arguments.steps, "tokens_a_step": ROWS * (LENGTH - 1), "results": results}
-        show_training(results, choices, arguments.seeds)
+    sums = measure_sums(arguments.folder, warm_steps)
+    show_sums(sums)
+    course = Course("qwen3", steps, warmup=steps // 10, rows=8, length=64)
+    cases = {
+        f"{choice}_{seed}".replace(", ", "_").replace(" ", "_"): (arguments.folder, course, choice, seed)
+        for seed, choice in product(range(seeds), CHOICES)
+    }
+    results = list(run_all(arguments.folder / "runs", train_two, cases, arguments.jobs, "runs").values())
+    show_training(results)
+    record = {
+        "machine": machine(),
+        "versions": {name: metadata.version(name) for name in ("torch", "megatron-core")},
+        "sums": sums,
+        "training": {"steps": steps, "tokens_a_step": course.tokens, "results": results},
+    }
     arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
