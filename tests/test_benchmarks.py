@@ -44,6 +44,7 @@ ON_ONE_GPU = {
     "lora": ["--bases", "fp8_e2e", "--dry-run", "--json", "{}/figures.json"],
     "nemo_rl": ["--dry-run", "--json", "{}/figures.json"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
+    "training_state": ["--dry-run", "--json", "{}/figures.json"],
 }
 """Scripts of benchmarks/gpu. A dry run is on a CPU, on Triton's interpreter."""
 NAMES = "embedding", "layer 0, qkv", "layer 0, activation", "layer 1, qkv", "final norm"
@@ -208,6 +209,8 @@ def test_a_script_for_one_gpu_runs(name, tmp_path):
             "FP8 over its transport, command": "refits go by NeMo RL's own transport",
             "checkpoint engine, command": "refits go by our checkpoint engine",
         }
+    if name == "training_state":
+        assert rows["memory", "the same two, bf16 gradients"]["bytes_of_a_parameter"] == pytest.approx(9, rel=0.01)
     if name == "align":
         for flow in ("fp8_e2e", "bf16"):
             assert rows[f"the loop: {flow}", f"{flow}, align=vllm"]["exact_logprob_fraction"] == 1

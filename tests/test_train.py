@@ -250,6 +250,17 @@ def test_training_in_fp4_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers
     assert record["backward"] == f"{parts}, activations clamped at quantile 0.97"
 
 
+@pytest.mark.long
+def test_states_of_few_bytes_after_a_kill_go_on_to_the_same_numbers(warm_overrides, tmp_path):
+    states = ("use_precision_aware_optimizer=true", "exp_avg_dtype=fp8", "exp_avg_sq_dtype=fp16")
+    gradients = "distributed_data_parallel_config.grad_reduce_in_fp32=false"
+    keys = (*(f"optimizer.{key}" for key in states), gradients)
+    keys = (*warm_overrides, *(f"policy.megatron_cfg.{key}" for key in keys))
+    check_kill_and_resume(keys, tmp_path, "grpo.max_num_steps=4", "grpo.val_period=0")
+    record = json.loads((tmp_path / "whole/environment.json").read_text())["choices"]
+    assert record["optimizer states"] == "16-bit remainders of masters, fp8 and fp16 moments"
+
+
 ADAPTERS = ("policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.lora_B_init_method=kaiming")
 
 

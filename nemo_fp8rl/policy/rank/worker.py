@@ -209,7 +209,7 @@ class MegatronWorker:
             if schedules:  # before the update, so that the first step of a warm-up already moves weights
                 self.scheduler.step(increment=1)
             _, grad_norm, _ = self.optimizer.step()
-            self.optimizer.zero_grad()  # frees its float32 copies of bfloat16 gradients
+            self.optimizer.zero_grad()  # else float32 copies of bfloat16 gradients stay until the next step
             self.optimizer_steps += 1
             raises = 0 if self.layout.adapters else self.global_scales.update()  # a frozen base keeps its scales
             if self.layout.adapters:  # between steps an adapter's parameter then has 14 bytes

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.gpu.training_state import bytes_of_a_parameter
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.commands.tiny_model import write_model
-from nemo_fp8rl.policy.optimizer.builders import optimizer_tensors
 from nemo_fp8rl.policy.rank.worker import MegatronWorker
 from nemo_fp8rl.policy.weights.optimizer_state import state_slices
 from tests.batches import loss_totals
@@ -33,36 +33,25 @@ CHOICES = {
 }
 
 
-def bytes_between_steps(worker: MegatronWorker) -> float:
-    """Return the bytes that a trained parameter has: every storage that the rank keeps, once."""
-    buffers = [data for buffer in worker.offload.buffers for data in (buffer.param_data, buffer.grad_data)]
-    gradients = [p.grad for p in optimizer_tensors(worker.optimizer) if p.grad is not None]
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*buffers, *gradients, *optimizer_tensors(worker.optimizer))
-        if tensor.numel() > 1  # scales and step counts
-    }
-    return sum(storages.values()) / sum(p.numel() for p in worker.model.parameters() if p.requires_grad)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ((), 18),
+        ((BF16_GRADIENTS,), 16),
         (states("fp32", "fp32", remainders=False), 18),
         (states("fp32", "fp32"), 16),
         (states("bf16", "bf16"), 12),
         ((*states("bf16", "bf16"), BF16_GRADIENTS), 10),
         ((*states("fp8", "fp16"), BF16_GRADIENTS), 9),
     ],
-    ids=["default", "masters", "remainders", "bf16", "bf16-gradients", "fp8-fp16-gradients"],
+    ids=["default", "gradients", "masters", "remainders", "bf16", "bf16-gradients", "fp8-fp16-gradients"],
 )
 def test_bytes_of_a_parameter_between_steps(recipe, tmp_path, family, keys, expected):
     write_model(tmp_path / "model", family=family)
     worker = new_worker(recipe(f"policy.model_name={tmp_path}/model", *keys))
     train(worker, random_batch(0))
-    assert bytes_between_steps(worker) == pytest.approx(expected, rel=0.01)  # buffers are padded
+    assert bytes_of_a_parameter(worker) == pytest.approx(expected, rel=0.01)  # buffers are padded
 
 
 def all_states(worker: MegatronWorker) -> dict[str, torch.Tensor]:
