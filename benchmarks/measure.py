@@ -56,3 +56,17 @@ def peak_growth(call: Callable[[], Any]) -> int:
     grown = status("VmHWM") - before
     del kept
     return grown
+
+
+def trained_bytes(worker: Any) -> float:
+    """Return the bytes that a trainer has for a trained parameter between steps: every memory once.
+
+    worker:  a MegatronWorker that trains all parameters
+    """
+    from nemo_fp8rl.policy.optimizer.builders import optimizer_tensors
+
+    tensors = [data for buffer in worker.offload.buffers for data in (buffer.param_data, buffer.grad_data)]
+    for state in optimizer_tensors(worker.optimizer):
+        tensors += [state] if state.grad is None else [state, state.grad]
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values()) / sum(parameter.numel() for parameter in worker.model.parameters())

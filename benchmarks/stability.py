@@ -1,6 +1,6 @@
 """How few mantissa bits does training bear, and does sharpness warn before a run diverges?
 
-    python benchmarks/stability.py [--steps 100] [--seeds 3] [--jobs 1] [--dry-run] [--folder F] [--json FILE]
+    python benchmarks/stability.py [--steps 80] [--seeds 3] [--jobs 1] [--dry-run] [--folder F] [--json FILE]
 
 A tiny language model (`training.py`) learns with the operands of the linear layers' GEMMs, forward and backward, in
 fewer bits: 8 of the exponent and 7 (bfloat16) to 1 of the mantissa, cut off as arXiv 2405.18710 does, or rounded to the
@@ -238,7 +238,7 @@ def share_diverged(row: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--dry-run", action="store_true")

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ARGUMENTS = {
@@ -19,6 +20,7 @@ ARGUMENTS = {
     "bandit": ["--seeds", "1", "--steps", "20", "--json", "{}/figures.json"],
     "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
     "formats": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
+    "grad_reduce": ["--choices", "FP8", "--steps", "2", "--seeds", "2", "--folder", "{}", "--json", "{}/figures.json"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
     "in_flight": ["--dry-run", "--json", "{}/figures.json"],
     "layouts": ["--steps", "1", "--folder", "{}"],
@@ -26,6 +28,7 @@ ARGUMENTS = {
     "lora": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "loss": ["--rows", "32", "--columns", "256", "--rounds", "1", "--json", "{}/figures.json"],
     "mismatch": ["--steps", "1", "--folder", "{}"],
+    "optimizer_states": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
     "refit": ["--small", "--rounds", "1", "--json", "{}/figures.json"],
     "residual": ["--samples", "8", "--folder", "{}"],
@@ -82,6 +85,64 @@ def test_what_they_take_from_the_package_is_there(monkeypatch):
                 sys.modules.pop(path.stem, None)
 
 
+@pytest.fixture
+def scripts(monkeypatch):
+    """Scripts import each other by name alone."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before & {path.stem for path in BENCHMARKS.glob("*.py")}:
+        del sys.modules[name]
+
+
+def rounded(x: Tensor, bits: int, nearest: bool) -> Tensor:
+    """Return the values with so many mantissa bits, by arithmetic."""
+    mantissa, exponent = torch.frexp(x.double())
+    scaled = mantissa * 2 ** (bits + 1)
+    return torch.ldexp(scaled.round() if nearest else scaled.trunc(), exponent - bits - 1)
+
+
+@pytest.mark.parametrize("nearest", [False, True], ids=["cut", "nearest"])
+def test_operands_have_as_many_mantissa_bits_as_asked_for(scripts, nearest):
+    reduce_mantissa = scripts("stability").reduce_mantissa
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    x = patterns.view(torch.bfloat16)
+    normal = x.isfinite() & (x.abs() >= torch.finfo(torch.bfloat16).tiny)
+    for bits in range(1, 8):
+        found = reduce_mantissa(x, bits, nearest)
+        expected = rounded(x[normal], bits, nearest)
+        expected[expected.abs() > torch.finfo(torch.bfloat16).max] *= torch.inf
+        assert torch.equal(found[normal].double(), expected)
+        assert torch.equal(found[~x.isfinite()].view(torch.int16), patterns[~x.isfinite()])
+
+
+def test_a_run_diverges_where_its_loss_rises_or_is_not_finite(scripts):
+    divergence = scripts("stability").divergence
+
+    def run(*losses: float, is_finite: bool = True) -> dict[str, object]:
+        return {"losses": losses, "is_finite": is_finite}
+
+    falling = [5.5 - 0.05 * step for step in range(40)]
+    assert divergence(run(*falling)) is None
+    assert divergence(run(*falling, is_finite=False)) == 40
+    assert divergence(run(*falling[:30], 9.0, *falling[30:])) is None  # one high loss
+    assert divergence(run(*falling, *[6.0] * 10)) == 42  # three of ten
+    assert divergence(run(5.5, *[6.2] * 20)) == 9  # never below its start
+
+
+def test_a_stored_run_is_computed_once_for_the_same_arguments(scripts, tmp_path):
+    run_all = scripts("stored_runs").run_all
+
+    def results(value: int) -> dict[str, dict[str, int]]:
+        return run_all(tmp_path, dict, {"a": ([("x", value)],), "b": ([("y", 2)],)}, 1, "runs")
+
+    assert results(1) == {"a": {"x": 1}, "b": {"y": 2}}
+    record = json.loads((tmp_path / "a.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps(record | {"result": {"x": 7}}))
+    assert results(1)["a"] == {"x": 7}
+    assert results(3)["a"] == {"x": 3}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_it_runs(name, tmp_path):
@@ -106,6 +167,17 @@ def test_it_runs(name, tmp_path):
         assert ratios["wire_full"] < 0.505
         assert ratios["wire_delta"] < 0.005
         assert ratios["wire_delta_whole_model"] < 0.012
+    if name == "optimizer_states":  # what tensors have depends on no clock, and neither does rounding
+        record = json.loads(written[0].read_text())
+        found = {row["choice"]: row["bytes"] for row in record["rows"] if row["family"] == "qwen3"}
+        expected = {"fp32": 18, "bf16 gradients": 16, "bf16, bf16": 12, "fp8, fp16": 11, "fp8, fp16, bf16 gradients": 9}
+        assert found == pytest.approx(expected, rel=0.01)
+        least, *_, most = record["movement_of_float16_masters"].values()
+        assert least < 0.4
+        assert most > 0.9
+    if name == "stability":  # the same weights and rows before the first step
+        rows = json.loads(written[0].read_text())["rows"]
+        assert len({row["losses"][0][0] for row in rows}) == len(rows) == 3
 
 
 @pytest.mark.long

@@ -34,6 +34,14 @@ READ_BY_NAME = ("grpo", "loss_fn", "policy.megatron_cfg")
 """Blocks whose keys NeMo RL reads one by one; it passes other blocks whole to other libraries."""
 REFIT_CFG = "refit_cfg"
 """The block with the settings of a refit, each transport's under the transport's name."""
+MEGATRON_KEYS = (
+    *(f"policy.megatron_cfg.optimizer.{name}" for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")),
+    "policy.megatron_cfg.optimizer.store_param_remainders",
+    "policy.megatron_cfg.distributed_data_parallel_config.reduce_scatter_with_fp32_accumulation",
+    *(f"policy.megatron_cfg.scheduler.{name}" for name in ("lr_wsd_decay_iters", "lr_wsd_decay_style")),
+)
+"""Keys of Megatron that no example of NeMo RL has. The package's trainer reads them; what NeMo RL's own trainer does
+not take, `stock/stock_limits.py` refuses."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any"}
 
 
@@ -77,7 +85,7 @@ def read_known_keys(checkout: Checkout) -> KnownKey:
     for block in READ_BY_NAME:
         for name, key in known.keys_of(block).items():
             key.is_unread = not key.is_declared and name not in words
-    for path in UNDECLARED_KEYS:
+    for path in (*UNDECLARED_KEYS, *MEGATRON_KEYS):
         node = known
         for part in path.split("."):
             node = node.add(part)

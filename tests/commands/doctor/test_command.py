@@ -54,6 +54,23 @@ def test_the_sentence_in_the_place_of_deepseeks_name_is_called_that(capsys, chec
     assert finding["level"] == "warn" and "set it to the folder it speaks of" in finding["text"]
 
 
+def test_the_dtypes_of_states_are_keys_and_their_bytes_stand_under_the_phases(capsys, checkout):  # noqa: F811
+    """No example of NeMo RL has these keys, and its own trainer takes none of them."""
+    optimizer = "policy.megatron_cfg.optimizer"
+    dtypes = f"+{optimizer}.exp_avg_dtype=fp8", f"+{optimizer}.exp_avg_sq_dtype=fp16"
+    keys = (f"++{optimizer}.use_precision_aware_optimizer=true", *dtypes)
+    known = "grpo: {}\npolicy: {megatron_cfg: {optimizer: {use_precision_aware_optimizer: false}}}\n"
+    write(checkout / "examples/configs/known.yaml", known)
+    path = checkout / "examples/configs/grpo.yaml"
+    _, out, _ = doctor(capsys, path, *keys, "++nemo_fp8rl.workers=ours", "--json")
+    parameter = json.loads(out)["memory"]["parameter"]
+    assert [parameter[name] for name in ("master", "exp_avg", "exp_avg_sq")] == [2, 1, 2]
+    code, out, _ = doctor(capsys, path, *keys, "++nemo_fp8rl.workers=nemo_rl")
+    assert code == 2
+    assert "\nbytes of a trained parameter: weight 2, gradient " in out
+    assert "takes no dtype" in re.sub(r"\W+", " ", out)
+
+
 def test_torch_is_not_loaded():
     code = "import sys, nemo_fp8rl.cli, nemo_fp8rl.commands.doctor.examine; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)

@@ -192,7 +192,7 @@ def bytes_of_parameter(plan: Plan) -> TrainedParameter:
         weight = sum(sum(weight_bytes(plan, i)) for i in stages) / sum(sum(stage_parameters(plan, i)) for i in stages)
     fp8 = plan.megatron.get("fp8_cfg") or {}
     if plan.uses_package_workers:
-        has_recipe = plan.fp8_param
+        has_recipe = plan.fp8_param and not plan.peft.enabled
     else:  # of an optimizer on the host Megatron ignores the recipe
         has_recipe = bool(fp8.get("enabled")) and not _offloaded_fraction(plan)
     keeps_gradient = not (plan.uses_package_workers and plan.peft.enabled)
