@@ -62,7 +62,7 @@ def test_another_layout_rounds_a_moment_once(two, recipe, tmp_path, layout):
             batch = random_batch(seed)
             first.train_step(batch, NllLoss(), loss_totals(8.0, batch.token_mask[:, 1:].sum()))
         first.save(str(tmp_path / "one"))
-        two.setup(recipe(*keys_of(tmp_path / "model", layout, states)))
+        infos = two.setup(recipe(*keys_of(tmp_path / "model", layout, states)))
         two.call("load", str(tmp_path / "one"))
         two.call("save", str(tmp_path / "two"))
         saved, moved = (state(tmp_path / name, shapes) for name in ("one", "two"))
@@ -70,6 +70,10 @@ def test_another_layout_rounds_a_moment_once(two, recipe, tmp_path, layout):
         for name, values in saved.items():
             close = 0.0 if name.endswith("master") else tolerance
             torch.testing.assert_close(moved[name], values, rtol=close, atol=close * float(values.abs().max()) / 64)
+        batch = random_batch(2)
+        alone = first.train_step(batch, NllLoss(), loss_totals(8.0, batch.token_mask[:, 1:].sum()))
+        (together,) = train(two, infos, range(2, 3))
+        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=0.02)  # of bfloat16 gradients
 
 
 def test_ranks_have_equal_weights_after_a_float32_checkpoint(two, recipe, tmp_path):
