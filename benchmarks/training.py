@@ -99,13 +99,9 @@ def make_model(folder: Path, course: Course, seed: int) -> Path:
     return model
 
 
-@contextmanager
-def trainer(folder: Path, course: Course, seed: int, *keys: str) -> Iterator[MegatronWorker]:
-    """Yield a trainer with the first weights of a seed.
-
-    keys:  of a recipe, with values
-    """
-    course_keys = (
+def recipe_keys(folder: Path, course: Course, seed: int) -> tuple[str, ...]:
+    """Return keys of a recipe, with values, for a trainer that takes the course from the first weights of a seed."""
+    return (
         f"policy.model_name={make_model(folder, course, seed)}",
         f"policy.max_total_sequence_length={course.length}",
         "policy.generation.temperature=1.0",
@@ -116,23 +112,39 @@ def trainer(folder: Path, course: Course, seed: int, *keys: str) -> Iterator[Meg
         "policy.train_micro_batch_size=64",
         "policy.train_global_batch_size=64",
     )
+
+
+@contextmanager
+def trainer(folder: Path, course: Course, seed: int, *keys: str) -> Iterator[MegatronWorker]:
+    """Yield a trainer with the first weights of a seed.
+
+    keys:  further keys of a recipe, with values
+    """
     worker = MegatronWorker()
     with warnings.catch_warnings(action="ignore"):  # of Megatron about itself
-        worker.setup(load(ROOT / "conf/tiny_cpu.yaml", (*course_keys, *keys)), 0, 1, None)
+        worker.setup(load(ROOT / "conf/tiny_cpu.yaml", (*recipe_keys(folder, course, seed), *keys)), 0, 1, None)
     try:
         yield worker
     finally:
         worker.shutdown()
 
 
-def losses(worker: MegatronWorker, course: Course, seed: int) -> Iterator[float]:
-    """Train, and yield the loss of every step in nats per byte."""
+def step_windows(course: Course, seed: int) -> Iterator[torch.Tensor]:
+    """Yield the windows of each step, uint8 [rows, length]."""
     train, _ = corpus(course.length)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    totals = LossTotals(torch.tensor(float(course.rows)), torch.tensor(float(course.tokens)))
     for step in range(course.steps):
-        part = train[order[torch.arange(step * course.rows, (step + 1) * course.rows) % len(order)]]
-        yield worker.train_step(batch(part), NllLoss(), totals)["loss"]
+        yield train[order[torch.arange(step * course.rows, (step + 1) * course.rows) % len(order)]]
+
+
+def loss_totals(course: Course) -> LossTotals:
+    return LossTotals(torch.tensor(float(course.rows)), torch.tensor(float(course.tokens)))
+
+
+def losses(worker: MegatronWorker, course: Course, seed: int) -> Iterator[float]:
+    """Train, and yield the loss of every step in nats per byte."""
+    for windows in step_windows(course, seed):
+        yield worker.train_step(batch(windows), NllLoss(), loss_totals(course))["loss"]
 
 
 def held_out_loss(worker: MegatronWorker, course: Course) -> float:

@@ -167,7 +167,7 @@ def _sft(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.nemo_rl.recipe.read_recipe import refuse_for_nemo_rl
 
     refuse_for_nemo_rl(arguments.config, "sft")
-    cfg = load(arguments.config, arguments.overrides)
+    cfg = load(arguments.config, arguments.overrides, has_rollouts=False)
     from nemo_fp8rl.workers import prepare_process
 
     prepare_process(cfg)

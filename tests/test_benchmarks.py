@@ -20,6 +20,7 @@ ARGUMENTS = {
     "bandit": ["--seeds", "1", "--steps", "20", "--json", "{}/figures.json"],
     "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
     "formats": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
+    "grad_reduce": ["--choices", "FP8", "--steps", "2", "--seeds", "2", "--folder", "{}", "--json", "{}/figures.json"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
     "in_flight": ["--dry-run", "--json", "{}/figures.json"],
     "layouts": ["--steps", "1", "--folder", "{}"],

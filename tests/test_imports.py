@@ -18,7 +18,7 @@ LIGHT = (
     "common.errors",
     "batch",
     "config.schema",
-    "config.validate",
+    "config.validate.recipe",
     "fp8",
     "fp8.quantize",
     "fp8.linear",

@@ -9,7 +9,7 @@ from nemo_fp8rl.common.field_rules import FilePath, NullAs, all_fields
 from nemo_fp8rl.config.recipe_names import check_command, find_recipe
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.typed_tree import check_keys, defaults, to_block
-from nemo_fp8rl.config.validate import check
+from nemo_fp8rl.config.validate.recipe import check
 from nemo_fp8rl.config.yaml_tree import (
     expand_homes,
     merge_override,
@@ -22,13 +22,14 @@ PATHS = (*(field.key for field in all_fields(Config) if field.marker(FilePath)),
 """Keys of recipes that may name a folder or a file; the last is NeMo RL's alone."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), has_rollouts: bool = True) -> Config:
     """Return the checked recipe, of this path or name, with `key=value` overrides.
 
-    Raises: UserError for any fault of either
+    has_rollouts:  False leaves out the rules about the sizes of rollouts, which `sft` has not
+    Raises:        UserError for any fault of either
     """
     path = find_recipe(path)
-    return complete(str(path), *read(path, overrides))
+    return complete(str(path), *read(path, overrides), has_rollouts)
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
@@ -50,11 +51,12 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
     return tree, values
 
 
-def complete(source: str, tree: Any, values: Any) -> Config:
+def complete(source: str, tree: Any, values: Any, has_rollouts: bool = True) -> Config:
     """Return the tree with every default, typed and checked.
 
     source:  what a message begins with
     values:  the tree's values, which decide about optional blocks and presets
+    has_rollouts:  see `load`
     """
     from omegaconf import OmegaConf
 
@@ -64,7 +66,7 @@ def complete(source: str, tree: Any, values: Any) -> Config:
     expand_homes(resolved, PATHS)
     _spell_nulls(resolved)
     cfg = to_block(resolved, Config)
-    check(cfg)
+    check(cfg, has_rollouts)
     return cfg
 
 

@@ -27,21 +27,41 @@ def sharpness(
     first_token:  token id of the first column
     group:        ranks that share the vocabulary; None for one rank
     """
-    is_shared = group is not None and group.size() > 1
+    return combine(sum_columns(logits, targets, epsilon, first_token), epsilon, group)
+
+
+def sum_columns(logits: Tensor, targets: Tensor, epsilon: float, first_token: int = 0) -> Tensor:
+    """Return what `combine` needs of this rank's columns, float32 [SUMS, N]; the arguments are those of `sharpness`.
+
+    The rows are the largest logit, the sums over i != target of w_i = e^(x_i - largest) and of w_i (e^d_i - 1), and the
+    target's logit, 0 where another rank has it.
+    """
     columns = (targets - first_token)[:, None]
     is_local = ((columns >= 0) & (columns < logits.size(1))).squeeze(1)
     columns = columns.clamp(0, logits.size(1) - 1)
-    largest = logits.amax(-1)
-    if is_shared:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    weights = (logits - largest[:, None]).exp_()  # probabilities before their division by the sum
+    largest = logits.amax(-1).clamp_min(torch.finfo(logits.dtype).min)  # where a rank has no token that takes part
+    weights = (logits - largest[:, None]).exp_()
     weights.scatter_(1, columns, weights.gather(1, columns).masked_fill(is_local[:, None], 0.0))
     growth = _growth(logits, epsilon).masked_fill_(logits == -torch.inf, 0.0)
     at_target = logits.gather(1, columns).squeeze(1).masked_fill(~is_local, 0.0)
-    sums = torch.stack([weights.sum(-1), growth.mul_(weights).sum(-1), at_target])
-    if is_shared:
-        dist.all_reduce(sums, group=group)
-    others, rise, at_target = sums
+    return torch.stack([largest, weights.sum(-1), growth.mul_(weights).sum(-1), at_target])
+
+
+SUMS = 4
+"""Rows of `sum_columns`."""
+
+
+def combine(sums: Tensor, epsilon: float, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sharpness of each token from all ranks' `sum_columns`, float32 [N]."""
+    largest, *others_rise_target = sums
+    if group is not None and group.size() > 1:
+        largest = largest.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        scale = (sums[0] - largest).exp()
+        shared = torch.stack([sums[1] * scale, sums[2] * scale, sums[3]])
+        dist.all_reduce(shared, group=group)
+        others_rise_target = list(shared)
+    others, rise, at_target = others_rise_target
     total = others + (at_target - largest).exp()
     growth_of_target = _growth(at_target, epsilon)
     # e^(a + b) - 1 = (e^a - 1) e^b + e^b - 1, so that a rank needs no other rank's logits

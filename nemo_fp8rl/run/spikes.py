@@ -22,6 +22,11 @@ LEAST_SIGMA = 1e-3
 """Sigma in units of the mean, at least: without it any rise after equal values would be a spike."""
 METRICS = {"loss": "train/loss", "grad_norm": "train/grad_norm"}
 """Short names of the metrics whose spikes tables and reports count."""
+DEFINITION = (
+    f"A spike is a value more than {SIGMAS} sigma above the exponential mean of the values before it, up to the next "
+    "value that is not. Where no run has one, n runs still allow 3/n a run (95 %)."
+)
+"""For readers of a count. Its second sentence is the rule of three: an interval of equal counts has no width."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def start_workers(
     max_concurrency: calls that a worker in its own process serves at once, each in a thread
     """
     if cfg.cluster.backend == "in_process":
-        assert count == 1  # config/validate.py
+        assert count == 1  # config/validate/recipe.py
         return InProcessWorker(worker_class, cfg)
     locations = colocated_with.locations if isinstance(colocated_with, RayWorkers) else None
     return RayWorkers(worker_class, role, count, cfg, processes, locations, max_concurrency)

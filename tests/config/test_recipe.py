@@ -18,6 +18,7 @@ from tests.refusals import refusal_of
 
 CONF = Path(__file__).parents[2] / "conf"
 MINIMAL = "policy: {model_name: some/model}\ndata: {train: {data_path: some/data.jsonl}}\n"
+SUMS, FLOAT32_SUM = "policy.megatron_cfg.distributed_data_parallel_config", "reduce_scatter_with_fp32_accumulation"
 
 
 @pytest.fixture
@@ -519,6 +520,11 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["nemo_fp8rl.noise.enabled=true", "nemo_fp8rl.noise.where=both", "grpo.async_grpo.enabled=true"],
             ["nemo_fp8rl.noise.where=both", "grpo.async_grpo.enabled", "set where=engine"],
         ),
+        (
+            ["nemo_fp8rl.grad_reduce=fp8", f"{SUMS}.grad_reduce_in_fp32=false", f"{SUMS}.{FLOAT32_SUM}=true"],
+            ["nemo_fp8rl.grad_reduce=fp8", f"{SUMS}.{FLOAT32_SUM}=true", "nemo_fp8rl.grad_reduce=auto"],
+        ),
+        ([f"{SUMS}.{FLOAT32_SUM}=true"], [f"{SUMS}.{FLOAT32_SUM}=true", "grad_reduce_in_fp32=true", "to false"]),
     ],
 )
 def test_values_that_contradict_each_other_are_named(refusal, overrides, keys):

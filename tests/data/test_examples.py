@@ -13,6 +13,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.data.examples import collate_examples, digest_examples
 from nemo_fp8rl.data.prompts import load_prompts
+from nemo_fp8rl.data.records import Record
 from nemo_fp8rl.data.supervised import load_examples
 from nemo_fp8rl.hf.model_config import read_hf_config
 from tests.conftest import RECIPES
@@ -146,14 +147,11 @@ def test_without_an_end_of_the_template_the_last_answer_ends_with_the_sequence(e
         examples([{"messages": TALK}], null)
 
 
-def test_prompts_with_answers_are_what_they_are_for_a_reward(examples, model, tmp_path):
-    (text,) = shown(sets := examples([{"prompt": "1+2=", "answer": 3}]))
-    assert text == "1+2=[3<|endoftext|>]"
-    cfg = load(RECIPES / "tiny_cpu.yaml", [f"policy.model_name={model}", f"data.train.data_path={tmp_path}/two.jsonl"])
-    (tmp_path / "two.jsonl").write_text("\n".join(f'{{"prompt": "{n}+2=", "answer": "3"}}' for n in range(200)))
-    prompts = load_prompts(cfg, 128)
-    length = len(prompts.train[0].token_ids)
-    assert sets.train[0].token_ids[:length].tolist()[1:] == list(prompts.train[0].token_ids)[1:]
+def test_a_prompt_is_what_a_reward_would_ask_and_its_answer_ends_the_sequence(examples, model, tmp_path):
+    (text,) = shown(sets := examples([{"prompt": "1+2=", "answer": 3}], template(QWEN25)))
+    assert text == "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n[3<|endoftext|>]"
+    prompts = sets.tokenizer.tokenize([Record("1+2=", "3")], 128)
+    assert tuple(sets.train[0].token_ids[:-2].tolist()) == prompts[0].token_ids
 
 
 def test_documents_become_sequences_of_equal_length_with_ends_between_them(examples):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.fake_cuda.rank import FAKE, own_gpu
+from tests.policy.optimizer.test_grad_reduce import FP8, follows_the_rule, recipe_for, sums
 from tests.policy.ranks import Ranks
 from tests.policy.test_parallel import ON_FOUR, ON_TWO, equal_hf, name
 
@@ -33,6 +34,13 @@ def exact(sizes: dict[str, object]) -> None:
 def test_two_gpus_equal_hf(gpus, recipe, tmp_path, sizes, layout):
     exact(sizes)
     equal_hf(gpus, recipe, tmp_path, sizes, layout, "none")
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+@pytest.mark.parametrize("sizes", [{"family": "llama"}, {"family": "qwen3_moe"}], ids=name)
+def test_two_gpus_sum_gradients_in_fp8_by_the_rule(gpus, recipe, tmp_path, sizes):
+    by_rank, sent = sums(gpus, recipe_for(recipe, tmp_path, 2, FP8, **sizes))
+    follows_the_rule(by_rank, sent, torch.float32)
 
 
 @pytest.mark.parametrize("gpus", [4], indirect=True)

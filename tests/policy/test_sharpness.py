@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_fp8rl.batch import SequenceBatch, split_shards
 from nemo_fp8rl.commands.tiny_model import write_model
-from nemo_fp8rl.policy.sharpness import sharpness, sharpness_metrics
+from nemo_fp8rl.policy.sharpness import combine, sharpness, sharpness_metrics, sum_columns
 from tests.policy import ranks
 from tests.policy.test_worker import new_worker, random_batch
 
@@ -124,6 +124,14 @@ def test_ranks_that_share_the_vocabulary_agree_with_one_rank(two, tmp_path):
     assert torch.equal(first, second)
     torch.testing.assert_close(first, alone, rtol=1e-6, atol=1e-6)
     assert alone.max() > 0.1
+
+
+def test_a_rank_whose_columns_are_all_excluded_adds_nothing():
+    logits, targets = random_logits(6, V)
+    sums = sum_columns(logits, targets, 0.01, first_token=0)
+    nothing = sum_columns(torch.full((6, 5), -torch.inf), targets, 0.01, first_token=V)
+    assert not nothing[1:].any()
+    assert torch.equal(combine(sums, 0.01), sharpness(logits, targets, 0.01))
 
 
 @pytest.mark.parametrize("values", [[[0.0, 2.0, 4.0, 9.0], [1.0, 7.0, 5.0, 3.0]]])

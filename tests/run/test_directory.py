@@ -21,6 +21,9 @@ from nemo_fp8rl.run.directory import RunDirectory, checkpoint_steps
 from nemo_fp8rl.run.step_log import Sample, read
 from nemo_fp8rl.train import train
 
+DDP = "policy.megatron_cfg.distributed_data_parallel_config"
+BF16_GRADIENTS = f"{DDP}.grad_reduce_in_fp32=false"
+
 
 class FakePolicy:
     """Writes a file where a policy writes its weights."""
@@ -443,3 +446,17 @@ def test_a_run_keeps_how_its_model_is_split(recipe, keys, said):
     cfg = recipe(*split, *(f"policy.megatron_cfg.{key}" for key in keys))
     with RunDirectory(cfg, resume=False) as run:
         assert json.loads((run.path / "environment.json").read_text())["choices"]["layout"] == said
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ((), "float32"),
+        ((BF16_GRADIENTS,), "bfloat16"),
+        ((BF16_GRADIENTS, f"{DDP}.reduce_scatter_with_fp32_accumulation=true"), "bfloat16, summed in float32"),
+        (("nemo_fp8rl.grad_reduce=fp8",), "float32, sent in FP8, summed in float32"),
+    ],
+)
+def test_the_record_says_how_gradients_are_summed(recipe, keys, said):
+    with RunDirectory(recipe(*keys), resume=False) as run:
+        assert json.loads((run.path / "environment.json").read_text())["choices"]["gradients"] == said

@@ -134,9 +134,8 @@ def _stability(results: Mapping[str, Any]) -> Section:
         headers=("flow", "seeds", "loss spikes", "grad_norm spikes", "longest, steps"),
         rows=rows,
         sentences=[
-            f"Spikes of `train/loss` and `train/grad_norm`: a value more than {spikes.SIGMAS} sigma above the "
-            "exponential mean of the values before it, up to the next value that is not (docs/compare.md). Mean of the "
-            "seeds ± 95 % interval; longest, that of any seed.",
+            f"Spikes of `train/loss` and `train/grad_norm`, mean of the seeds ± 95 % interval; longest, that of any "
+            f"seed. {spikes.DEFINITION}",
             *sentences,
         ],
     )

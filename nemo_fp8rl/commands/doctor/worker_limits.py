@@ -16,7 +16,11 @@ from nemo_fp8rl.nemo_rl.recipe.keys import describe_ignored_values
 from nemo_fp8rl.nemo_rl.recipe.precision import read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_loop
 from nemo_fp8rl.nemo_rl.stock.bf16_layers import add_bf16_layers
-from nemo_fp8rl.nemo_rl.stock.stock_limits import why_correction_unsupported, why_policy_unsupported
+from nemo_fp8rl.nemo_rl.stock.stock_limits import (
+    why_correction_unsupported,
+    why_gradients_unsupported,
+    why_policy_unsupported,
+)
 
 TOPIC = "workers"
 
@@ -50,7 +54,7 @@ def _loop(plan: Plan) -> str:
 
 
 def _stock(plan: Plan, survives_refit: bool) -> str:
-    if refusal := why_correction_unsupported(plan.values):
+    if refusal := why_correction_unsupported(plan.values) or why_gradients_unsupported(plan.values):
         return refusal
     try:
         refusal = why_policy_unsupported(plan.policy, survives_refit)

@@ -6,7 +6,7 @@ at the end of the file.
 
     published for                 function
     weights                       transformer_engine.quantize, nemo_rl, verl_torch, verl_triton, deepgemm,
-                                  vllm_requantization
+                                  infir2, vllm_requantization
     activations                   transformer_engine.quantize, deepgemm, vllm_cuda, vllm_triton, vllm_ue8m0, vllm_native
 
 The table also applies the arithmetic of vLLM's activation kernels to 128x128 blocks, as a trainer would that quantizes
@@ -151,6 +151,22 @@ def vllm_requantization(x: Tensor, block: Block, scale_format: ScaleFormat) -> B
     return _result(blocks * (1.0 / scale_inv), scale_inv, loaded, block)
 
 
+def infir2(x: Tensor, block: Block, scale_format: ScaleFormat) -> BlockScaled:
+    """InfiR2, tools/bf16_cast_fp8.py, _blockwise_cast_to_fp8_triton: the caster of its engine's weights.
+
+    - amax is never below 1e-10. pow2 goes through log2, ceil and exp2.
+    - Scales are saved in float16: those of fp32 lose bits, and a power of two below 2^-24 becomes 0.
+    - Its option `--force-pow-2-scale False` still gives pow2: argparse's `type=bool` takes every text but "" as true.
+      Its training script asks Transformer Engine for fp32 scales, so that trainer and engine would not agree.
+    """
+    blocks = cut_into_blocks(x, block)
+    scale_inv = block_amax(blocks).clamp(min=VLLM_EPS) / E4M3_MAX
+    if scale_format == "pow2":
+        scale_inv = _ceil_log2(scale_inv)
+    stored = scale_inv.half().float()
+    return _result((blocks * (1.0 / scale_inv)).clamp(-E4M3_MAX, E4M3_MAX), stored, x, block)
+
+
 def cut_into_blocks(x: Tensor, block: Block, fill: float = 0.0) -> Tensor:
     """Return x [N, K] as float32 [N/b0, b0, K/b1, b1], with incomplete blocks filled with `fill`."""
     (n, k), (b0, b1) = x.shape, block
@@ -205,6 +221,7 @@ INPUT_QUANT = "vLLM vllm/model_executor/layers/quantization/input_quant_fp8.py"
 VERL = "verl verl/utils/kernel/fp8_kernel.py"
 DEEPGEMM = "DeepGEMM deep_gemm/utils/math.py"
 TE = "TransformerEngine transformer_engine/common/recipe/recipe_common.cuh"
+INFIR2 = "InfiR2 tools/bf16_cast_fp8.py"
 NEMO_RL = "NeMo RL nemo_rl/models/generation/vllm/quantization/fp8.py"
 
 FORMULAS = (
@@ -218,5 +235,6 @@ FORMULAS = (
     Implementation("vLLM Triton", FP8_UTILS, vllm_triton),
     Implementation("vLLM UE8M0", GROUP_QUANT, vllm_ue8m0, formats=("pow2",)),
     Implementation("vLLM native", INPUT_QUANT, vllm_native, (ALONG_LAST,)),
+    Implementation("InfiR2", INFIR2, infir2, (BLOCK,)),
     Implementation("vLLM requantizing ours", FP8_UTILS, vllm_requantization, (BLOCK,)),
 )

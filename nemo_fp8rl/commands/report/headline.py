@@ -11,7 +11,7 @@ from nemo_fp8rl.common.format_numbers import format_exactly, format_share
 from nemo_fp8rl.run.learning_signal import count_without_signal, explain_no_signal
 
 EXACT, ERROR = "train/exact_logprob_fraction", "train/token_mult_prob_error"
-ACCURACY = "validation/accuracy"
+ACCURACY, HELD_OUT = "validation/accuracy", "validation/loss"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Figure:
 def make_headline(run: Run) -> Headline:
     facts = [f"{run.state[0].upper()}{run.state[1:]}."]
     warnings = [f"It ended with: {run.end_reason}"] if run.end_reason else []
-    outcome = ACCURACY if run.points_of(ACCURACY) else "train/reward"
+    outcome = next((name for name in (ACCURACY, HELD_OUT) if run.points_of(name)), "train/reward")
     if points := run.points_of(outcome):
         facts.append(f"{outcome}: {_format_first_and_last(points)}.")
     facts += _describe_agreement(run)
@@ -56,6 +56,7 @@ def make_figures(runs: Sequence[Run]) -> list[Figure]:
     rows = [
         Figure("flow", "of trainer and engine", [str(run.config.get("nemo_fp8rl.flow", "-")) for run in runs]),
         Figure(ACCURACY, "first and last", [_format_first_and_last(run.points_of(ACCURACY)) for run in runs]),
+        Figure(HELD_OUT, "first and last", [_format_first_and_last(run.points_of(HELD_OUT)) for run in runs]),
         _figure(runs, ("train/reward",), "mean of the last tenth of the steps", last=0.1),
         _figure(runs, (ERROR,), "mean; 1 is agreement", digits=7),
         _figure(runs, ("train/gen_kl_error",), "mean, nats; 0 is agreement", digits=3),
@@ -64,6 +65,7 @@ def make_figures(runs: Sequence[Run]) -> list[Figure]:
         _figure(runs, ("timing/refit", "refit/timing/refit"), "mean, seconds", digits=3),
         _figure(runs, ("timing/total_step_time", "timing/train/total_step_time"), "mean, seconds", digits=3),
         _figure(runs, ("performance/generation_tokens_per_sec",), "mean, tokens per second", digits=5),
+        _figure(runs, ("performance/train_tokens_per_sec",), "mean, tokens per second", digits=5),
     ]
     return [row for row in rows if {*row.values} != {"-"}]
 

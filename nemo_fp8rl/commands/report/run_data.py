@@ -59,6 +59,11 @@ class Run:
         """True if a step is complete."""
         return any(row["step"] > 0 for row in self.metrics)
 
+    @property
+    def is_supervised(self) -> bool:
+        """True for a run of `sft`, which has no engines."""
+        return self.environment.get("loop") == "sft"
+
     def points_of(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) for every step that logged the metric."""
         return [(row["step"], row[metric]) for row in self.metrics if metric in row]
@@ -86,17 +91,19 @@ def read_run(folder: Path, name: str) -> Run:
             f"{name}: values in metrics.jsonl that are no finite numbers are left out, {omitted} of them"
         )
     end_reason = read_end(folder)
+    environment = _read_tree(folder / "environment.json", json.loads)
+    last_step = config.get(f"{environment.get('loop', 'grpo')}.max_num_steps")
     return Run(
         name=name,
         config=config,
-        environment=_read_tree(folder / "environment.json", json.loads),
+        environment=environment,
         metrics=metrics,
         log_weights=_read_by_step(folder / "histograms.jsonl", _parse_bins),
         samples=_read_by_step(
             folder / "samples.jsonl", lambda row: [_parse_sample(fields) for fields in row["samples"]]
         ),
         missing_data=missing_data,
-        state=_describe_state(folder, metrics, config.get("grpo.max_num_steps"), bool(end_reason)),
+        state=_describe_state(folder, metrics, last_step, bool(end_reason)),
         end_reason=end_reason,
     )
 

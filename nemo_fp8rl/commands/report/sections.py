@@ -77,8 +77,12 @@ class Contents:
     missing: dict[tuple[int, ...], list[str]] = field(default_factory=dict)
 
     def note_missing(self, name: str, runs: Sequence[Run], owners: Iterable[int | None]) -> None:
-        """Remember which runs lack a chart. A run without a step lacks all of them, which the page says once."""
-        lacking = tuple(i for i, run in enumerate(runs) if run.has_steps and i not in {*owners})
+        """Remember which runs lack a chart. A run without a step lacks all of them, which the page says once; one of
+        `sft` has neither rewards nor engines.
+        """
+        lacking = tuple(
+            i for i, run in enumerate(runs) if run.has_steps and not run.is_supervised and i not in {*owners}
+        )
         if lacking:
             self.missing.setdefault(lacking, []).append(name)
 
@@ -98,6 +102,12 @@ OUTCOME = (
 SHARPNESS = (
     Plot("train/sharpness", "of the logits of a token, mean of all answer tokens", Style(log=True)),
     Plot("train/sharpness_last_token", "the same of the last token of each answer", Style(log=True)),
+)
+SUPERVISED = (
+    Plot("validation/loss", "held-out tokens", Style("nats per token")),
+    Plot("train/loss", "of the step's tokens", Style("nats per token")),
+    Plot("train/grad_norm", "before clipping", Style(possible=(0.0, None))),
+    Plot("train/lr", "learning rate", Style(possible=(0.0, None))),
 )
 MISMATCH = (
     Plot("train/token_mult_prob_error", "1 is agreement", Style(log=True, offset=1.0)),
@@ -133,8 +143,9 @@ ERROR = (
 
 def make_sections(runs: Sequence[Run]) -> list[Section]:
     """Return the sections that have anything to show."""
+    are_supervised = all(run.is_supervised for run in runs)
     plan: list[tuple[str, str, str, Sequence[Plot], Sequence[Maker]]] = [
-        ("reward", "Reward and accuracy", "", OUTCOME, ()),
+        ("loss", "Loss", "", SUPERVISED, ()) if are_supervised else ("reward", "Reward and accuracy", "", OUTCOME, ()),
         ("stability", "Stability", "", (), (add_spikes, add_sharpness)),
         (
             "mismatch",

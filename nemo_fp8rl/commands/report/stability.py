@@ -4,14 +4,10 @@ from collections.abc import Sequence
 
 from nemo_fp8rl.commands.compare.statistics import interval
 from nemo_fp8rl.commands.report.run_data import Run
-from nemo_fp8rl.run.spikes import METRICS, SIGMAS, Spikes, spikes_of_run
+from nemo_fp8rl.run.spikes import DEFINITION, METRICS, Spikes, spikes_of_run
 
 KEYS_OF_A_RUN = ("grpo.seed", "logger.log_dir", "checkpointing.checkpoint_dir")
 """Keys in which runs of one flow may differ."""
-DEFINITION = (
-    f"A spike is a value more than {SIGMAS} sigma above the exponential mean of the values before it, up to the next "
-    "value that is not."
-)
 
 
 def describe_spikes(runs: Sequence[Run]) -> list[str]:

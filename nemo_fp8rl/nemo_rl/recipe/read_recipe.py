@@ -17,7 +17,7 @@ from nemo_fp8rl.config.fp8rl_schema import Fp8RlConfig
 from nemo_fp8rl.config.recipe import PATHS
 from nemo_fp8rl.config.recipe_names import check_command, find_recipe
 from nemo_fp8rl.config.typed_tree import check_keys, check_numbers, defaults, short_repr, to_block
-from nemo_fp8rl.config.validate import check_no_secret, check_tracker
+from nemo_fp8rl.config.validate.recipe import check_no_secret, check_tracker
 from nemo_fp8rl.config.yaml_tree import expand_homes, read_with_parents, register_resolvers, yaml_errors_as_user_error
 from nemo_fp8rl.nemo_rl.recipe.checkout import NEMO_RL_SRC, Checkout, find_checkout, make_absolute
 from nemo_fp8rl.nemo_rl.recipe.keys import at

@@ -20,6 +20,7 @@ IGNORED = "quantization_ignored_layer_kws"
 DRAFTERS = ("mtp", "deepseek_mtp")
 STATE_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
 KV_CACHE = "policy.generation.vllm_cfg.kv_cache_dtype"
+FLOAT32_SUM = "policy.megatron_cfg.distributed_data_parallel_config.reduce_scatter_with_fp32_accumulation"
 LATENT_CACHE_UNSUPPORTED = (
     f"{KV_CACHE}=fp8 with NeMo RL's own workers: its trainer calibrates no scales for latent attention (kv_lora_rank "
     f"in the model's config.json): set {KV_CACHE}=auto"
@@ -38,12 +39,8 @@ def check_stock(values: Mapping[str, Any], survives_refit: bool) -> None:
             "nemo_fp8rl.noise.enabled=true: NeMo RL's own trainer sends its weights as they are: set "
             "nemo_fp8rl.workers=ours"
         )
-    if at(values, "nemo_fp8rl.grad_reduce", "auto") == "fp8":
-        raise UserError(
-            "nemo_fp8rl.grad_reduce=fp8: NeMo RL's own trainer sums gradients as Megatron does: set it to auto, "
-            f"{OR_PACKAGE_WORKERS}"
-        )
-    if refusal := why_correction_unsupported(values) or why_policy_unsupported(policy, survives_refit):
+    limits = why_correction_unsupported(values) or why_gradients_unsupported(values)
+    if refusal := limits or why_policy_unsupported(policy, survives_refit):
         raise UserError(refusal)
     megatron = at(values, "policy.megatron_cfg.enabled", False)  # a recipe for the other trainer keeps the block
     if megatron and (refusal := next(chain(why_layout_unsupported(values), why_batch_indivisible(values)), "")):
@@ -63,6 +60,18 @@ def why_correction_unsupported(values: Mapping[str, Any]) -> str:
         f"nemo_fp8rl.correction.{key} needs the whole batch, and NeMo RL's workers give a loss one microbatch at a "
         "time: leave it out, or set nemo_fp8rl.workers=ours"
     )
+
+
+def why_gradients_unsupported(values: Mapping[str, Any]) -> str:
+    """Return why NeMo RL's own trainer cannot sum gradients as the recipe says; empty if it can."""
+    if at(values, "nemo_fp8rl.grad_reduce", "auto") == "fp8":
+        return (
+            "nemo_fp8rl.grad_reduce=fp8: NeMo RL's own trainer sums gradients as Megatron does: set it to auto, "
+            f"{OR_PACKAGE_WORKERS}"
+        )
+    if at(values, FLOAT32_SUM, False):  # (`MegatronDDPConfig` in NeMo RL's models/policy has no such key)
+        return f"{FLOAT32_SUM}=true: NeMo RL does not tell its own trainer: set it to false, {OR_PACKAGE_WORKERS}"
+    return ""
 
 
 def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> str:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
 from nemo_fp8rl.ops.alignment import Alignment
-from nemo_fp8rl.policy.sharpness import sharpness
+from nemo_fp8rl.policy.sharpness import SUMS, combine, sharpness, sum_columns
 
 SOFTMAX_ROWS = 16
 """The least number of rows of one float32 softmax; a GPU takes as many rows as fit into VALUES."""
@@ -139,6 +139,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets = targets.clamp(0, len(weight) - 1)
         out = hidden.new_empty(len(hidden), dtype=torch.float32)
         log_share = torch.zeros_like(out)
+        sums = out.new_empty(SUMS, 0 if measurement is None else len(out))
         for start in range(0, len(hidden), chunk_size):
             logits = head.product(hidden[start : start + chunk_size], weight)
             step = _rows_at_a_time(logits.device, logits.size(1))
@@ -149,8 +150,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 if is_shared:
                     log_share[rows] = scaled.logsumexp(-1)
                 if measurement is not None:
-                    measurement.values[rows] = sharpness(scaled, ids[rows], measurement.epsilon, first_token, group)
+                    sums[:, rows] = sum_columns(scaled, ids[rows], measurement.epsilon, first_token)
             del logits  # before the next chunk's logits are made
+        if measurement is not None:
+            measurement.values.copy_(combine(sums, measurement.epsilon, group))
         if is_shared:
             log_share -= _log_sum_exp(log_share, group)
             out = torch.where(is_local, out + log_share, 0.0)

@@ -22,17 +22,17 @@ from nemo_fp8rl.config.policy_schema import OptimizerConfig as OptimizerKeys
 from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.policy.interface import DivergenceError
-from nemo_fp8rl.policy.optimizer.grad_reduce import SummingDdp
+from nemo_fp8rl.policy.optimizer.grad_reduce import GradReduceDdp
 from nemo_fp8rl.policy.optimizer.scaled_adam import DTYPES, MASTER, MOMENTS, ScaledAdamW
 
 
-def build_ddp(config: TransformerConfig, model: torch.nn.Module, cfg: Config, fp8_param: bool) -> SummingDdp:
+def build_ddp(config: TransformerConfig, model: torch.nn.Module, cfg: Config, fp8_param: bool) -> GradReduceDdp:
     """Wrap the model with gradient buffers.
 
     fp8_param:  data-parallel ranks gather FP8 weights as FP8 bytes
     """
     choice = cfg.policy.megatron_cfg.distributed_data_parallel_config
-    return SummingDdp(
+    return GradReduceDdp(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=choice.grad_reduce_in_fp32, use_distributed_optimizer=True, fp8_param_gather=fp8_param

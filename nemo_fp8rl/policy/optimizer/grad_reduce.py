@@ -1,7 +1,7 @@
 """The sum of gradients over data-parallel ranks: by Megatron, with a float32 sum of lower-precision values, or in FP8.
 
 Megatron cuts a bucket of gradients into one shard for each rank, which updates the weights of its shard. It calls one
-function for each bucket, and `SummingDdp` puts its own in that place. In FP8, where g_r is the gradient of rank r:
+function for each bucket, and `GradReduceDdp` puts its own in that place. In FP8, where g_r is the gradient of rank r:
 
     sum = (...(q(g_0) + q(g_1)) + q(g_2)...)     float32, in the order of ranks; rounded once to the gradient's dtype
     q   = `quantize_activations`, then dequantized, in blocks of 128 values of one parameter
@@ -11,8 +11,11 @@ where a ring would round at every rank, and nothing overflows. A block never spa
 tensor-parallel ranks share would lie beside different values on each of them, and its copies would drift apart.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -31,7 +34,7 @@ ROW_BYTES = BLOCK + 4
 """Bytes of a block in a message: its values, then its float32 scale."""
 PIECE_VALUES = 1 << 26
 """Values that a rank sends at a time, which bounds the memory beside the gradients."""
-MEGATRONS = param_and_grad_buffer.dist_reduce_scatter_func
+MEGATRON_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
 """torch's reduce-scatter. Megatron replaces it for the whole process once a model has
 reduce_scatter_with_fp32_accumulation, so Megatron is never told of that key."""
 
@@ -56,12 +59,12 @@ class ParameterBlocks:
 
     def within(self, start: int, end: int) -> tuple[int, int]:
         """Return the first block with a value in [start, end), and the end of such blocks; equal if there is none."""
-        touched = [
+        found = [
             (block + (max(start, first) - first) // BLOCK, block + count_blocks(min(end, last) - first))
             for block, first, last in self.spans
             if first < end and last > start
         ]
-        return (touched[0][0], touched[-1][1]) if touched else (0, 0)
+        return (found[0][0], found[-1][1]) if found else (0, 0)
 
     def read(self, values: Tensor, first: int, end: int) -> Tensor:
         """Return the blocks `first` to `end` of a bucket's values [M], [end - first, 128], filled up with zeros."""
@@ -83,7 +86,10 @@ class ParameterBlocks:
 
     def _parts(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (place among the blocks' values, first value in the bucket, end) of each parameter in these blocks."""
-        for block, start, stop in self.spans:
+        begin = max(0, bisect_right(self.spans, first, key=itemgetter(0)) - 1)
+        for block, start, stop in islice(self.spans, begin, None):
+            if block >= end:
+                return
             a, b = max(first, block), min(end, block + count_blocks(stop - start))
             if a < b:
                 yield (a - first) * BLOCK, start + (a - block) * BLOCK, min(stop, start + (b - block) * BLOCK)
@@ -93,7 +99,7 @@ def count_blocks(values: int) -> int:
     return -(-values // BLOCK)
 
 
-class SummingDdp(DistributedDataParallel):
+class GradReduceDdp(DistributedDataParallel):
     """Megatron's DDP, which sums gradients as the recipe says.
 
     choice:  a recipe's `distributed_data_parallel_config`
@@ -131,10 +137,10 @@ class SummingDdp(DistributedDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sum the gradients of all buckets into this rank's shards."""
         assert not force_all_reduce, "Megatron's all-reduce would pass by the choice of the recipe"
-        self.sent_bytes, self.summed_buckets = 0, 0
+        self.sent_bytes, self.bucket_count = 0, 0
         with mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", self._sum_bucket):
             super().finish_grad_sync()
-        if self.summed_buckets != len(self.blocks):
+        if self.bucket_count != len(self.blocks):
             raise RuntimeError("this Megatron sums gradients by another function, which the package does not know")
 
     def _sum_bucket(
@@ -146,13 +152,13 @@ class SummingDdp(DistributedDataParallel):
         bucket:  [ranks * len(shard)]
         """
         assert op == dist.ReduceOp.SUM and not async_op
-        self.summed_buckets += 1
+        self.bucket_count += 1
         if group.size() > 1:
             self.reduce_scatter(shard, bucket, group)
 
     def _add_in_megatron(self, shard: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> None:
         self.sent_bytes += bucket.nbytes - shard.nbytes
-        MEGATRONS(shard, bucket, op=dist.ReduceOp.SUM, group=group)
+        MEGATRON_REDUCE_SCATTER(shard, bucket, op=dist.ReduceOp.SUM, group=group)
 
     def _add_in_float32(self, shard: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> None:
         parts, length = bucket.view(group.size(), -1), max(1, PIECE_VALUES // group.size())

@@ -102,6 +102,12 @@ def test_where_they_are_not_asked_for_nothing_is_said():
             True,
             "nemo_fp8rl.correction.normalize=true needs the whole batch",
         ),
+        ({"nemo_fp8rl.grad_reduce": "fp8"}, True, "nemo_fp8rl.grad_reduce=fp8: NeMo RL's own trainer"),
+        (
+            {TRAINER + "distributed_data_parallel_config": {"reduce_scatter_with_fp32_accumulation": True}},
+            True,
+            "reduce_scatter_with_fp32_accumulation=true: NeMo RL does not tell its own trainer",
+        ),
         (
             {ENGINE + "num_first_layers_in_bf16": 20, TRAINER + "pipeline_model_parallel_size": 2},
             True,

@@ -105,6 +105,17 @@ def test_in_pow2_zero_blocks_differ_by_their_scale_alone():
             assert difference == Difference(0.0, 0.0 if agrees else 0.5, 0.0), name
 
 
+def test_infir2s_caster_has_our_bytes_on_a_million_blocks():
+    """Of bfloat16 weights of every magnitude that its float16 scales can hold; smaller ones lose their scale."""
+    for seed in range(10):
+        x = torch.randn(100_000, 128, generator=torch.Generator().manual_seed(seed))
+        x *= torch.linspace(-14, 14, 100_000).exp2()[:, None]
+        x = x.bfloat16()
+        assert compare(formulas.infir2(x, ALONG_LAST, "pow2"), quantize_blockwise(x, block=ALONG_LAST)) == NONE
+    small = formulas.infir2(torch.full((128, 128), 2.0**-20), BLOCK, "pow2")
+    assert small.scale_inv.tolist() == [[0.0]]
+
+
 def test_deepgemm_quantizes_tiny_weights_to_other_bytes():
     for name in ("DeepGEMM, on CPU", "DeepGEMM, on CUDA"):
         difference = from_ours(name, WEIGHTS["tiny"], BLOCK, "pow2")

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from nemo_fp8rl.commands.report.run_folders import read_runs
-from nemo_fp8rl.commands.report.stability import DEFINITION, describe_spikes
+from nemo_fp8rl.commands.report.stability import describe_spikes
+from nemo_fp8rl.run.spikes import DEFINITION
 from tests.commands.report.test_page import chart_titles, make_page
 
 

@@ -324,6 +324,28 @@ def test_a_key_of_the_optimizer_that_is_left_out_has_megatrons_value(tiny):
     assert ours == {name: texts.get(theirs[name], theirs[name] or 0.0) for name in ours}
 
 
+SUMS = "policy__megatron_cfg__distributed_data_parallel_config"
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (None, (False, False)),  # Megatron's defaults
+        ({"overlap_grad_reduce": True, "data_parallel_sharding_strategy": "optim_grads_params"}, (False, False)),
+        ({"grad_reduce_in_fp32": True, "use_custom_fsdp": False}, (True, False)),
+        ({"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}, (False, True)),
+    ],
+)
+def test_gradients_are_summed_as_the_recipe_says(tiny, block, expected):
+    choice = convert_recipe(master(tiny, **{SUMS: block})).policy.megatron_cfg.distributed_data_parallel_config
+    assert (choice.grad_reduce_in_fp32, choice.reduce_scatter_with_fp32_accumulation) == expected
+
+
+def test_a_key_of_gradients_that_nobody_reads_is_refused(tiny):
+    with pytest.raises(UserError, match=r"distributed_data_parallel_config\.nccl_ub=True is not a key"):
+        convert_recipe(master(tiny, **{SUMS: {"nccl_ub": True}}))
+
+
 OPTIMIZER = "policy__megatron_cfg__optimizer"
 
 

@@ -9,7 +9,7 @@ from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.grpo_schema import AsyncGrpoConfig
 from nemo_fp8rl.config.run_schema import LoggerConfig
-from nemo_fp8rl.config.validate import check_asynchronous
+from nemo_fp8rl.config.validate.generation import check_asynchronous
 from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.hf.model_config import read_hf_config
