@@ -59,7 +59,7 @@ def peak_growth(call: Callable[[], Any]) -> int:
 
 
 def trained_bytes(worker: Any) -> float:
-    """Return the bytes that a trainer has for a trained parameter between steps: every memory once.
+    """Return the bytes that a trainer has for a trained parameter between steps: every memory once, without scales.
 
     worker:  a MegatronWorker that trains all parameters
     """
@@ -68,5 +68,6 @@ def trained_bytes(worker: Any) -> float:
     tensors = [data for buffer in worker.offload.buffers for data in (buffer.param_data, buffer.grad_data)]
     for state in optimizer_tensors(worker.optimizer):
         tensors += [state] if state.grad is None else [state, state.grad]
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel() > 1]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(sizes.values()) / sum(parameter.numel() for parameter in worker.model.parameters())

@@ -58,21 +58,6 @@ MASTERS = {"remainders": ("fp32", True), "fp32": ("fp32", False), "fp16": ("fp16
 STEPS = 4
 
 
-def bytes_of_a_parameter(worker: Any) -> float:
-    """Return the bytes between steps of a trained parameter: every storage of the rank once, without scales."""
-    from nemo_fp8rl.policy.optimizer.builders import optimizer_tensors
-
-    tensors = list(optimizer_tensors(worker.optimizer))
-    tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
-    tensors += [data for buffer in worker.offload.buffers for data in (buffer.param_data, buffer.grad_data)]
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if tensor.numel() > 1
-    }
-    return sum(storages.values()) / sum(p.numel() for p in worker.model.parameters() if p.requires_grad)
-
-
 def write_models(folder: Path) -> None:
     from benchmarks.measure import QWEN3_8B
     from nemo_fp8rl.commands.tiny_model import make_tiny, write_model
@@ -86,6 +71,7 @@ def measure(folder: Path, keys: tuple[str, ...]) -> dict[str, float]:
     """Return the figures of one combination."""
     import torch
 
+    from benchmarks.measure import trained_bytes
     from benchmarks.train_step import RECIPE, timed
     from nemo_fp8rl.algorithms.loss import NllLoss
     from nemo_fp8rl.batch import LossTotals, RolloutBatch
@@ -121,7 +107,7 @@ def measure(folder: Path, keys: tuple[str, ...]) -> dict[str, float]:
         for _ in range(5 if ON_GPU else 2):
             worker.train_step(batch, NllLoss(), LossTotals(torch.tensor(2.0), ones.sum()))
         return {
-            "bytes_of_a_parameter": bytes_of_a_parameter(worker),
+            "bytes_of_a_parameter": trained_bytes(worker),
             "parameters": float(sum(p.numel() for p in worker.model.parameters())),
             "resident_bytes": float(torch.cuda.memory_allocated() if ON_GPU else 0),
             "step_bytes": float(max(peaks[1:])),
