@@ -201,7 +201,7 @@ def bytes_of_parameter(plan: Plan) -> TrainedParameter:
 
 def _gradient_width(plan: Plan) -> int:
     ddp = plan.megatron.get("distributed_data_parallel_config") or {}
-    return FP32 if ddp.get("grad_reduce_in_fp32", plan.uses_package_workers) else BF16
+    return FP32 if ddp.get("grad_reduce_in_fp32") else BF16
 
 
 def _state_width(plan: Plan) -> float:
