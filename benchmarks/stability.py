@@ -48,7 +48,8 @@ ROUNDINGS = {"cut": False, "nearest": True}
 ARITHMETICS = ("bf16", "fp8_e2e", *(f"{name} {bits}" for bits in range(BITS - 1, 0, -1) for name in ROUNDINGS))
 FAMILY = "llama"
 """Without norms of queries and keys, which make the tiny Qwen3 bear any of these arithmetics."""
-RATES = (0.03, 0.1, 0.3)
+RATES = (0.1, 0.4, 0.8)
+"""The tiny model bears the first in every arithmetic, and bfloat16 hardly bears the last: at 1.2 it diverges."""
 ROWS, LENGTH = 8, 64
 WINDOW, RISE = 10, 0.5
 PERIOD = 2

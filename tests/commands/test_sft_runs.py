@@ -152,6 +152,20 @@ def test_the_held_out_loss_is_that_of_transformers(words, tiny, tmp_path):
 
 
 @pytest.mark.long
+def test_two_ranks_have_the_losses_of_one(words, tmp_path):
+    """The last held-out batch does not divide among them; their gradients are sums of rounded parts."""
+    few = ("sft.max_num_steps=2", "sft.val_batches=2", "sft.val_global_batch_size=7", "checkpointing.enabled=false")
+    assert main(words(tmp_path / "one", *few)) == 0
+    ranks = ("cluster.backend=ray", "cluster.train_ranks=2")
+    command = [sys.executable, "-m", "nemo_fp8rl.cli", *words(tmp_path / "two", *few, *ranks)]
+    subprocess.run(command, check=True)  # Ray must not be imported before its token
+    for name in ("validation/loss", "train/loss"):
+        assert losses(tmp_path / "two", name) == pytest.approx(losses(tmp_path / "one", name), rel=1e-3)
+    first = [losses(tmp_path / run, "validation/loss")[0] for run in ("one", "two")]
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
+
+
+@pytest.mark.long
 def test_infir2s_three_stages_in_fp8_throughout(tiny, tmp_path):
     """Continual pre-training, supervised training, GRPO: each from the checkpoint of the one before."""
     data = f"data.train.data_path={tiny}/data.jsonl"
@@ -163,7 +177,7 @@ def test_infir2s_three_stages_in_fp8_throughout(tiny, tmp_path):
         return cfg
 
     assert sft(recipe("cpt", tiny / "model"), tmp_path / "pretrained")
-    assert sft(recipe("sft", tmp_path / "pretrained"), tmp_path / "tuned")
+    assert sft(recipe("sft", tmp_path / "pretrained", "sft.max_num_epochs=5"), tmp_path / "tuned")
     for stage in ("cpt", "sft"):
         held_out = losses(tmp_path / stage, "validation/loss")
         assert held_out[-1] < 0.8 * held_out[0]

@@ -6,11 +6,12 @@ from itertools import product
 import pytest
 import torch
 
+from benchmarks.measure import trained_bytes
 from nemo_fp8rl.commands.doctor.memory.trained_parameter import WIDTHS, trained_parameter
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
 from nemo_fp8rl.policy.optimizer.builders import build_optimizer
-from tests.policy.optimizer.test_training_state import BF16_GRADIENTS, bytes_between_steps, states
+from tests.policy.optimizer.test_training_state import BF16_GRADIENTS, states
 from tests.policy.test_worker import new_worker, random_batch, train
 
 AWARE = {"use_precision_aware_optimizer": True}
@@ -32,7 +33,7 @@ def test_it_is_what_a_trainer_has_between_steps_for_every_choice(recipe, tmp_pat
             worker.optimizer = build_optimizer(cfg.policy, worker.ddp, torch.bfloat16, False)
         train(worker, random_batch(0))
         optimizer = asdict(cfg.policy.megatron_cfg.optimizer)
-        found[choice] = bytes_between_steps(worker)
+        found[choice] = trained_bytes(worker)
         said[choice] = pytest.approx(trained_parameter(optimizer, 2, gradient, False).between_steps, rel=0.01)
     assert found == said  # buffers are padded
 
