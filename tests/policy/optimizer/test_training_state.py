@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.gpu.training_state import bytes_of_a_parameter as bytes_between_steps
+from benchmarks.gpu.training_state import bytes_of_a_parameter
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.policy.rank.worker import MegatronWorker
@@ -51,7 +51,7 @@ def test_bytes_of_a_parameter_between_steps(recipe, tmp_path, family, keys, expe
     write_model(tmp_path / "model", family=family)
     worker = new_worker(recipe(f"policy.model_name={tmp_path}/model", *keys))
     train(worker, random_batch(0))
-    assert bytes_between_steps(worker) == pytest.approx(expected, rel=0.01)  # buffers are padded
+    assert bytes_of_a_parameter(worker) == pytest.approx(expected, rel=0.01)  # buffers are padded
 
 
 def all_states(worker: MegatronWorker) -> dict[str, torch.Tensor]:
