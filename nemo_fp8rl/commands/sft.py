@@ -24,6 +24,7 @@ from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.policy.interface import Policy
 from nemo_fp8rl.policy.model_digests import model_digests
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
+from nemo_fp8rl.policy.sharpness import sharpness_metrics
 from nemo_fp8rl.run.directory import RunDirectory
 from nemo_fp8rl.run.pod_stop import stop_on_pod_request
 from nemo_fp8rl.run.resume import recorded_date, recorded_recipe
@@ -108,9 +109,10 @@ def _run_steps(parts: LoopParts, stop: StopFlag, resume_hint: str) -> bool:
     for step in range(run.completed_steps + 1, run.last_step + 1):
         start_time, clock = time.perf_counter(), Stopwatch(parts.display.show_phase)
         batch = collate_examples([examples.train[i] for i in order.indices(step)], examples.tokenizer.pad_token_id)
+        sharpness = _sharpness_before(parts, step, batch, clock)
         with save_if_refused(run, policy, step), clock("train"):
             trained = policy.train_step(batch, NllLoss())
-        metrics = {f"train/{name}": value for name, value in trained.items()} | clock.metrics()
+        metrics = {f"train/{name}": value for name, value in (trained | sharpness).items()} | clock.metrics()
         metrics["train/epoch"] = step * batch.num_rows / len(examples.train)
         metrics["train/num_tokens"] = float(batch.token_mask[:, 1:].sum())
         metrics["performance/train_tokens_per_sec"] = float(batch.input_lengths.sum()) / clock.seconds["train"]
@@ -121,6 +123,15 @@ def _run_steps(parts: LoopParts, stop: StopFlag, resume_hint: str) -> bool:
         if not end_step(run, policy, parts.display, stop, step, _figures(metrics), resume_hint):
             return False
     return True
+
+
+def _sharpness_before(parts: LoopParts, step: int, batch: RolloutBatch, clock: Stopwatch) -> dict[str, float]:
+    """Return the sharpness metrics of a step's batch before the step; empty where the step does not measure them."""
+    period = parts.cfg.nemo_fp8rl.sharpness.period
+    if not period or step % period:
+        return {}
+    with clock("sharpness"):
+        return sharpness_metrics(parts.policy.logprobs_and_sharpness(batch)[1], batch.token_mask)
 
 
 def _validate(parts: LoopParts) -> dict[str, float]:

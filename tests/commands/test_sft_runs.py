@@ -70,6 +70,16 @@ def test_a_run_has_its_metrics_schedule_and_checkpoints(whole):
     assert "finished, 6 steps" in report([whole], whole / "report.html").read_text()
 
 
+def test_sharpness_is_measured_and_changes_no_bit(words, whole, tmp_path):
+    run = tmp_path / "run"
+    assert main(words(run, *SHORT, "nemo_fp8rl.sharpness.period=3")) == 0
+    measured = [row for row in read(run) if "train/sharpness" in row]
+    assert [row["step"] for row in measured] == [3, 6]
+    assert all(row["train/sharpness"] > 0 and row["train/sharpness_last_token"] > 0 for row in measured)
+    weights = "checkpoints/step_6/policy/weights/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_run_goes_on_to_the_same_bits(words, whole, tmp_path, how):
     command = [sys.executable, "-m", "nemo_fp8rl.cli", *words(tmp_path / "run", *SHORT)]
