@@ -64,8 +64,8 @@ def _sum(part: RolloutBatch, piece_values: int, infinity: bool) -> tuple[list[Bu
     ddp, buckets = ranks.worker.ddp, []
     grad_reduce.PIECE_VALUES = piece_values
 
-    def compute_loss(logprobs, unfiltered, _, rows):
-        return NllLoss()(logprobs, rows, loss_totals(8.0, 40.0), unfiltered)
+    def compute_loss(values, _, rows):
+        return NllLoss()(values.logprobs, rows, loss_totals(8.0, 40.0), values.unfiltered)
 
     with megatron_on_cpu():
         ddp.zero_grad_buffer()

@@ -14,6 +14,7 @@ from nemo_fp8rl.hf.adapters import adapter_tensors, is_adapter, read_adapters
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.policy.layers.linears import QuantizedMatmul
+from nemo_fp8rl.policy.optimizer.builders import optimizer_tensors
 from nemo_fp8rl.refit.manifest import TensorPart
 from tests.policy.test_worker import new_worker, random_batch, train
 
@@ -42,7 +43,7 @@ def test_a_trainer_has_14_bytes_for_a_parameter_of_an_adapter_and_the_base_once(
     count = sum(p.numel() for p in trained)
     buffers = worker.offload.buffers
     assert sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers) == 0
-    of_optimizer = sum(tensor.nbytes for tensor in worker.offload._optimizer_tensors() if tensor.dim())
+    of_optimizer = sum(tensor.nbytes for tensor in optimizer_tensors(worker.optimizer) if tensor.dim())
     of_parameters = sum(buffer.param_data.untyped_storage().nbytes() for buffer in buffers)
     padding = sum(buffer.param_data.numel() for buffer in buffers) - count
     assert padding < 1024 * len(buffers)
