@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.commands.tiny_model import write_model
+from nemo_fp8rl.hf.adapters import NO_ADAPTERS
 from nemo_fp8rl.policy.layers.linears import Fp8MatmulLayer
 from nemo_fp8rl.policy.model import PolicyModel, build_model, transformer_config
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
@@ -47,7 +48,7 @@ def test_logits_and_gradients_are_those_of_the_emulated_policy(
     worker.setup(cfg, 0, 1, None)
 
     def build() -> PolicyModel:
-        layout = make_layout(worker.hf, cfg.policy.megatron_cfg)
+        layout = make_layout(worker.hf, cfg.policy.megatron_cfg, NO_ADAPTERS, grouped_experts=True)
         return build_model(transformer_config(worker.hf, cfg.policy, cfg.nemo_fp8rl), layout, cfg, None)
 
     with megatron_on_cpu():
