@@ -47,14 +47,14 @@ def test_logits_and_gradients_are_those_of_the_emulated_policy(
     cfg = recipe(f"policy.model_name={tmp_path}/model", "nemo_fp8rl.align=none", override)
     worker.setup(cfg, 0, 1, None)
 
-    def build() -> PolicyModel:
-        layout = make_layout(worker.hf, cfg.policy.megatron_cfg, NO_ADAPTERS, grouped_experts=True)
+    def build(grouped_experts: bool) -> PolicyModel:
+        layout = make_layout(worker.hf, cfg.policy.megatron_cfg, NO_ADAPTERS, grouped_experts)
         return build_model(transformer_config(worker.hf, cfg.policy, cfg.nemo_fp8rl), layout, cfg, None)
 
     with megatron_on_cpu():
-        emulated = build()
+        emulated = build(grouped_experts=False)
         with fake_hopper():
-            model = build()
+            model = build(grouped_experts=True)
     fp8 = [type(module).__name__ for module in model.modules() if isinstance(module, Fp8MatmulLayer)]
     assert len(fp8) == 4 * fp8_layers
     assert all(name.startswith("Fp8TE") for name in fp8)
