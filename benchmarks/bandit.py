@@ -79,6 +79,8 @@ MODES: dict[str, dict[str, Any] | None] = {
     "veto": {"preset": "veto"},
     "veto at 0.2": {"weight": "token", "weight_max": 2.0, "reject": [{"statistic": "seq_max_k1", "min": 0.2}]},
     "ipo": {"preset": "ipo"},
+    "sparse-rl": {"preset": "sparse-rl"},
+    "trm": {"preset": "trm"},
 }
 """Every preset as it comes; where its bounds, made for mismatches of a per mille, keep next to nothing here (or all),
 also with bounds that do, and these also divided by the tokens that are kept."""

@@ -66,6 +66,8 @@ class Rule(Block):
 
 PRESET_KEYS = ("weight", "weight_max", "weight_min", "reject", "normalize", "bypass")
 """Keys that a preset sets; the others are the user's also beside a preset."""
+PRESETS_WITH_A_BOUND = ("trm",)
+"""Presets whose source leaves the bound to the user: `reject` beside them may have other bounds, not other rules."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class CorrectionConfig(Block):
                 raise UserError(f"{KEY}.preset={self.preset!r} is none of {', '.join(PRESETS)}")
             preset = PRESETS[self.preset]
             for key in PRESET_KEYS:
-                if getattr(self, key) != getattr(preset, key):
+                if getattr(self, key) != getattr(preset, key) and not (key == "reject" and self._sets_a_bound(preset)):
                     raise UserError(
                         f"{KEY}.{key} contradicts {KEY}.preset={self.preset}: give the keys with preset=null, or the "
                         "preset alone"
@@ -120,6 +122,10 @@ class CorrectionConfig(Block):
         check_fields(self, f"{KEY}.")
         self._check()
         return self
+
+    def _sets_a_bound(self, preset: "CorrectionConfig") -> bool:
+        rules, given = preset.reject, self.reject
+        return self.preset in PRESETS_WITH_A_BOUND and [r.statistic for r in rules] == [r.statistic for r in given]
 
     @property
     def of_whole_batch(self) -> str:
@@ -172,5 +178,12 @@ PRESETS: dict[str, CorrectionConfig] = {
     "k3-rs": _preset("none", None, Rule("seq_mean_k3", 0.01)),
     "veto": _preset("token", 2.0, Rule("seq_max_k1", None, 1e-4)),
     "ipo": _preset("token", None, Rule("token_probability_difference", 0.1)),
+    "sparse-rl": _preset("token", 1.5, Rule("token_k1", 1.5, 0.5), Rule("seq_max_k1", None, 1e-4), normalize=True),
+    "trm": _preset("none", None, Rule("seq_max_k3", 0.3)),
 }
-"""Names that users know, with the bounds of their sources (NeMo RL, verl's recipes, slime, prime-rl)."""
+"""Names that users know, with the bounds of their sources (NeMo RL, verl's recipes, slime, prime-rl, Sparse-RL's code).
+
+sparse-rl (arXiv 2601.10079): its code divides the weights by their mean over all tokens before rejection, we by that
+over the kept tokens; for all tokens of a batch the two differ by one factor.
+trm (arXiv 2512.23075): the paper leaves the bound to the user; 0.3 is ours, every rho between 0.41 and 1.99.
+"""

@@ -33,6 +33,10 @@ class GrpoLoss:
                                                 force_on_policy_ratio: exp(curr - sg(curr)) = 1
         L = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))
             CISPO: -A sg(clip r) curr;  dual clip: at most -A ratio_clip_c where A < 0
+            ratio_clip_adaptive: upper bound (1 + ratio_clip_max) / s, s = min(rho, C) / rho, rho = exp(prev - gen),
+            C the correction's weight_max; s is 1 where the weight is not truncated (QuRL's ACR, arXiv 2602.13953)
+        off_policy_mask_threshold d: L = 0 for sequences with mean A < 0 and mean(gen - curr) > d; the means are over
+            the sequence's tokens, without gradient (DeepSeek-V3.2, arXiv 2512.02556)
         loss = agg(w L) + beta agg(KL) - entropy_coefficient H + mu NLL(positive samples)
         KL = clamp(v k(clamp(ref - curr))),  v = exp(curr - sg(curr)), or exp(curr - gen)
         H = -mean(w exp(curr - prev) curr),  exp(curr - gen) where the correction has no weight
@@ -114,8 +118,11 @@ class GrpoLoss:
         )
         counts = Counts(mask * live, batch.token_mask[:, 1:], totals)
 
-        ratio, clipped = self._ratio(curr, prev, counts.mask)
+        ratio, clipped = self._ratio(curr, prev, gen, counts.mask)
         surrogate = self._surrogate(advantages, curr, ratio, clipped)
+        masked = self._off_policy(curr.detach(), gen, advantages, counts.mask)
+        if masked is not None:
+            surrogate = torch.where(masked, 0.0, surrogate)
         loss = self._aggregate(torch.where(correction.kept, correction.weights * surrogate, 0.0), counts)
         kl = self._kl(curr if unfiltered is None else torch.where(live, unfiltered, 0.0), gen, live, batch, counts)
         nll = self._positive_nll(curr, counts.mask, batch, totals)
@@ -138,6 +145,8 @@ class GrpoLoss:
                 **self._correction_metrics(correction, prev - gen, counts),
                 **{name: total / counts.tokens for name, total in sum_disagreement(prev, gen, live).items()},
             }
+            if masked is not None:
+                metrics["off_policy_masked_ratio"] = masked.sum() / counts.sequences
         return loss, metrics
 
     def _normalizations(self) -> dict[str, str]:
@@ -150,6 +159,7 @@ class GrpoLoss:
             "is_oob_ratio": "sequences" if self.rejects_sequences else "tokens",
             **dict.fromkeys((f"{name}{end}" for name in names for end in EXTREMA), "none"),
             **dict.fromkeys(("num_valid_samples", "positive_nll_loss"), "none"),
+            **({} if self.cfg.off_policy_mask_threshold is None else {"off_policy_masked_ratio": "sequences"}),
         }
 
     def _check_shapes(self, curr: Tensor, batch: ScoredBatch) -> None:
@@ -191,7 +201,7 @@ class GrpoLoss:
             )
         return correct(prev, gen, mask, self.correction)
 
-    def _ratio(self, curr: Tensor, prev: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _ratio(self, curr: Tensor, prev: Tensor, gen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The ratio of the update and the clipped ratio, [B, T-1]."""
         cfg = self.cfg
         if cfg.force_on_policy_ratio:
@@ -203,8 +213,21 @@ class GrpoLoss:
         if cfg.sequence_level_importance_ratios:
             mean = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
             log_ratio = mean.expand_as(log_ratio)
-        ratio = bounded_exp(log_ratio)
-        return ratio, ratio.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+        ratio, low, high = bounded_exp(log_ratio), 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max
+        if not cfg.ratio_clip_adaptive:
+            return ratio, ratio.clamp(low, high)
+        limit = self.correction.weight_max
+        assert limit is not None  # `resolve_correction`
+        growth = (bounded_exp(prev - gen) / limit).clamp(min=1)  # 1 / s
+        return ratio, ratio.clamp(ratio.new_tensor(low), high * growth)
+
+    def _off_policy(self, curr: Tensor, gen: Tensor, advantages: Tensor, mask: Tensor) -> Tensor | None:
+        """Sequences of negative advantage that the policy left, bool [B, 1]; None without the threshold."""
+        if self.cfg.off_policy_mask_threshold is None:
+            return None
+        divergence = ((gen - curr) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        negative = (advantages * mask).sum(-1, keepdim=True) < 0
+        return negative & (divergence > self.cfg.off_policy_mask_threshold)
 
     def _surrogate(self, advantages: Tensor, curr: Tensor, ratio: Tensor, clipped: Tensor) -> Tensor:
         if self.cfg.use_cispo:

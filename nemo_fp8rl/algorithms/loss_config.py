@@ -1,4 +1,4 @@
-"""The block `loss_fn:` of a recipe: NeMo RL's keys with its meanings and defaults, three more keys, and their rules."""
+"""The block `loss_fn:` of a recipe: NeMo RL's keys with its meanings and defaults, five more keys, and their rules."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ CLAMP = Range(above=0, or_infinite=True, hint="null clamps nothing")
 
 @dataclass(frozen=True)
 class LossConfig(Block):
-    """NeMo RL's `loss_fn` (algorithms/loss/loss_functions.py, ClippedPGLossConfig); the last three keys are ours."""
+    """NeMo RL's `loss_fn` (algorithms/loss/loss_functions.py, ClippedPGLossConfig); the last five keys are ours."""
 
     ratio_clip_min: Annotated[float, Range(at_least=0, at_most=1, hint="0.2 is common")] = 0.2
     """Lower clip of the ratio, at 1 - this."""
@@ -62,6 +62,12 @@ class LossConfig(Block):
     """The constant of seq-mean-token-sum-norm. It may be the longest answer (arXiv 2503.20783). It is Dr. GRPO's."""
     entropy_coefficient: Annotated[float, Range()] = 0.0
     """Weight of the entropy bonus. The estimate is `approx_entropy` with the correction's weights."""
+    ratio_clip_adaptive: bool = False
+    """QuRL's clip (arXiv 2602.13953): where weight_max truncates a token's weight, the upper clip grows as the weight
+    shrinks."""
+    off_policy_mask_threshold: Annotated[float | None, ABOVE_0] = None
+    """DeepSeek-V3.2's mask (arXiv 2512.02556). Sequences of negative advantage whose mean of engine minus current
+    log-prob exceeds this have no policy loss."""
 
     @property
     def aggregation(self) -> Aggregation:
@@ -117,6 +123,10 @@ class LossConfig(Block):
                 refuse("use_cispo", "ratio_clip_c", "CISPO has no dual clip; set ratio_clip_c=null")
             if not token_means:
                 refuse("use_cispo", "token_level_loss=false", "CISPO averages over tokens")
+        if self.ratio_clip_adaptive:
+            for name in ("disable_ppo_ratio", "force_on_policy_ratio", "use_cispo", "sequence_level_importance_ratios"):
+                if getattr(self, name):
+                    refuse("ratio_clip_adaptive", name, "it widens PPO's clip of single tokens")
 
     def _check_truncation(self) -> None:
         kind = self.truncated_importance_sampling_type
@@ -164,5 +174,10 @@ def resolve_correction(cfg: LossConfig, correction: CorrectionConfig | None = No
         raise UserError(
             "nemo_fp8rl.correction.bypass corrects by the ratio that loss_fn.disable_ppo_ratio removes: give a weight "
             "instead"
+        )
+    if cfg.ratio_clip_adaptive and (resolved.weight != "token" or resolved.weight_max is None):
+        raise UserError(
+            "loss_fn.ratio_clip_adaptive=true needs weights of tokens that are truncated: set "
+            "nemo_fp8rl.correction.preset=tis, or its weight=token with a weight_max"
         )
     return resolved

@@ -37,6 +37,8 @@ class Token:
     weight: float = 1.0
     weighed: bool = False
     kept: bool = True
+    truncation: float = 1.0
+    """What is left of the weight after its upper bound: bounded over unbounded weight."""
     outside: bool = False
     """The weight was changed by a bound, or a rule rejected the token or its sequence."""
 
@@ -138,6 +140,7 @@ def correct(
             raw = math.exp(log)
             bounded = min(max(raw, low or 0.0), math.inf if high is None else high)
             token.kept = all(verdict[i] for verdict in verdicts)
+            token.truncation = 1.0 if high is None or raw <= high else high / raw
             token.outside = raw != bounded or not token.kept
             token.weight = bounded if token.kept else 0.0
             token.weighed = weight != "none"
@@ -192,13 +195,27 @@ def clip(x: Number, low: float, high: float) -> Number:
     return low if real(x) < low else high if real(x) > high else x
 
 
+def upper_clip(token: Token, cfg) -> float:
+    """QuRL (arXiv 2602.13953): (1 + eps) / r, r what is left of a truncated weight."""
+    return (1 + cfg.ratio_clip_max) / (token.truncation if cfg.ratio_clip_adaptive else 1.0)
+
+
+def off_policy(sample: Sample, cfg) -> bool:
+    """DeepSeek-V3.2 (arXiv 2512.02556): A < 0 and 1/|o| sum of log(pi_engine / pi_current) > delta."""
+    if cfg.off_policy_mask_threshold is None or not sample.tokens:
+        return False
+    gaps = [token.gen - real(token.curr) for token in sample.tokens]
+    is_negative = math.fsum(token.advantage for token in sample.tokens) < 0
+    return is_negative and math.fsum(gaps) / len(gaps) > cfg.off_policy_mask_threshold
+
+
 def surrogate(token: Token, ratio: Number, cfg) -> Number:
     a = token.advantage
     if cfg.disable_ppo_ratio:
         return -a * token.curr
     if cfg.force_on_policy_ratio:
         return -a * exp(token.curr - real(token.curr))
-    clipped = clip(ratio, 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+    clipped = clip(ratio, 1 - cfg.ratio_clip_min, upper_clip(token, cfg))
     if cfg.use_cispo:
         return -a * real(clipped) * token.curr
     loss = max(-a * ratio, -a * clipped, key=real)
@@ -253,6 +270,7 @@ def terms(sample: Sample, cfg, totals: Totals) -> dict[str, list[Number]]:
     factor = share(sample, cfg, totals)
     pairs = list(zip(sample.tokens, ratios(sample, cfg), strict=True))
     policy = [factor * token.weight * surrogate(token, ratio, cfg) for token, ratio in pairs if token.kept]
+    policy = [] if off_policy(sample, cfg) else policy
     kls = [factor * kl(token, cfg) for token in sample.tokens] if penalized(cfg) else []
     entropy = [-exp(token.curr - token.gen) * token.curr / totals.tokens for token in sample.tokens]
     counted = sample.positive and cfg.positive_example_nll_weight
@@ -290,9 +308,13 @@ def metrics(samples: Sequence[Sample], cfg, totals: Totals) -> dict[str, float]:
 
     every = [terms(sample, cfg, totals) for sample in samples]
     own = [real(ratio) for sample in samples for ratio in ratios(sample, cfg)]
-    bound = (lambda r: r) if cfg.disable_ppo_ratio or cfg.force_on_policy_ratio else lambda r: clip(r, low, high)
-    low, high = 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max
-    clipped = [bound(ratio) for ratio in own]
+    unclipped = cfg.disable_ppo_ratio or cfg.force_on_policy_ratio
+    highs = [upper_clip(token, cfg) for sample in samples for token in sample.tokens]
+    pairs = zip(own, highs, strict=True)
+    clipped = own if unclipped else [clip(ratio, 1 - cfg.ratio_clip_min, high) for ratio, high in pairs]
+
+    masked = {"off_policy_masked_ratio": sum(off_policy(sample, cfg) for sample in samples) / totals.sequences}
+    masked = {} if cfg.off_policy_mask_threshold is None else masked
 
     def mixture(token: Token) -> float:
         m = math.log((math.exp(token.prev) + math.exp(token.gen)) / 2)
@@ -311,6 +333,7 @@ def metrics(samples: Sequence[Sample], cfg, totals: Totals) -> dict[str, float]:
         "policy_kl_error": mean(lambda t: math.exp(-t.log_ratio) + t.log_ratio - 1),
         "js_divergence_error": mean(mixture),
         "nonfinite_logprob_ratio": sum(sample.lost for sample in samples) / totals.tokens,
+        **masked,
     }
 
 

@@ -155,6 +155,8 @@ PRESET_TABLE = {
     "k3-rs": ("none", None, None, (("seq_mean_k3", 0.01, None),)),
     "veto": ("token", None, 2.0, (("seq_max_k1", None, 1e-4),)),
     "ipo": ("token", None, None, (("token_probability_difference", 0.1, None),)),
+    "sparse-rl": ("token", None, 1.5, (("token_k1", 1.5, 0.5), ("seq_max_k1", None, 1e-4))),
+    "trm": ("none", None, None, (("seq_max_k3", 0.3, None),)),
 }
 """(weight, min, max, rules as (statistic, max, min)), as docs/correction.md gives them."""
 
@@ -165,7 +167,7 @@ def test_a_preset_is_what_its_source_says(name):
     cfg = read_correction({"preset": name})
     assert (cfg.weight, cfg.weight_min, cfg.weight_max) == (weight, low, high)
     assert tuple((rule.statistic, rule.max, rule.min) for rule in cfg.reject) == rules
-    assert (cfg.bypass, cfg.normalize, cfg.denominator) == (name == "bypass", False, "all")
+    assert (cfg.bypass, cfg.normalize, cfg.denominator) == (name == "bypass", name == "sparse-rl", "all")
     for seed in range(4):
         _, batch = make_batch(seed)
         if name != "bypass":
@@ -179,6 +181,7 @@ BY_TOKEN = {
     "icepop": lambda p, q: p / q * (0.5 <= p / q <= 5.0),  # NeMo RL, ClippedPGLossFn
     "mis": lambda p, q: p / q * (math.log(1 / 2) <= math.log(q / p) <= math.log(2)),  # verl, a token_k1 of 2.0
     "ipo": lambda p, q: p / q * (abs(p - q) <= 0.1),  # prime-rl 559b4477, ipo_loss_fn
+    "trm": lambda p, q: 1.0 * (p / q - 1 - math.log(p / q) <= 0.3),  # arXiv 2512.23075, of one token
 }
 """Weight of a token that the trainer gives probability p and the engine q, in the first update, by its source."""
 
@@ -196,6 +199,37 @@ def test_the_gradient_of_a_token_is_that_of_the_presets_source(name):
             corrected, _ = correct_columns(batch, loss.correction)
             loss_of_columns(loss, curr, corrected, torch.tensor(1.0), torch.tensor(1.0))[0].backward()
             assert curr.grad.item() == pytest.approx(-advantage * BY_TOKEN[name](p, q), rel=1e-5)
+
+
+def test_sparse_rl_differs_from_its_code_by_one_factor_for_all_tokens():
+    """Its code: min(rho, 1.5), over the mean of that of all tokens; 0 outside [0.5, 1.5] and where a token is below
+    1e-4. Here the mean is of the tokens that are left.
+    """
+    factors = []
+    for seed in range(8):
+        _, batch = make_batch(seed)
+        prev, gen, mask = arguments(batch)
+        inside = mask > 0
+        rho = torch.where(inside, prev.double() - gen.double(), 0.0).exp()
+        truncated = rho.clamp(max=1.5)
+        kept = inside & (rho >= 0.5) & (rho <= 1.5) & (rho >= 1e-4).all(-1, keepdim=True)
+        theirs = torch.where(kept, truncated / truncated[inside].mean(), 0.0)
+        made = correct(prev, gen, mask, PRESETS["sparse-rl"])
+        assert torch.equal(made.kept, kept)
+        factor = truncated[inside].mean() / truncated[kept].mean()
+        torch.testing.assert_close(made.weights.double(), theirs * factor, rtol=1e-6, atol=0)
+        factors.append(factor.item())
+    assert max(abs(factor - 1) for factor in factors) > 0.01
+
+
+def test_the_bound_of_trm_is_the_users_and_its_rule_is_not():
+    reject = [{"statistic": "seq_max_k3", "max": 0.05}]
+    assert read_correction({"preset": "trm", "reject": reject}) == replace(PRESETS["trm"], reject=(Rule(**reject[0]),))
+    for rules in ([], [{"statistic": "seq_max_k2", "max": 0.05}], [*reject, {"statistic": "token_k1", "max": 2.0}]):
+        with pytest.raises(UserError, match=r"reject contradicts .*preset=trm"):
+            read_correction({"preset": "trm", "reject": rules})
+    with pytest.raises(UserError, match=r"reject\[0\].*neither min nor max"):
+        read_correction({"preset": "trm", "reject": [{"statistic": "seq_max_k3"}]})
 
 
 def test_there_is_no_preset_that_is_not_in_the_table():
@@ -388,7 +422,7 @@ def test_parts_of_a_batch_are_decided_like_the_whole(seed, cfg, cuts):
     assert sum(part.nonfinite for part in parts) == whole.nonfinite
 
 
-@pytest.mark.parametrize("cfg", CONFIGS[:-1])
+@pytest.mark.parametrize("cfg", [cfg for cfg in CONFIGS if not cfg.normalize])
 def test_a_batch_that_is_larger_than_a_cache_is_decided_like_its_rows(cfg):
     generator = torch.Generator().manual_seed(0)
     gen = -torch.rand(40, 8192, generator=generator)

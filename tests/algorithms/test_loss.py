@@ -99,7 +99,28 @@ CORRECTED = {
     for mode, more in (("clip", {}), ("cispo", {}), ("on-policy", {}), ("gspo", AGGREGATIONS["seq-mean-token-mean"]))
     if not (name == "seq-mask-tis" and mode == "gspo")
 }
-CONFIGS = {**MODES, **KLS, **TERMS, **CORRECTED}
+ADAPTIVE = {
+    f"adaptive clip {name}": truncated("tis", 1.1) | {"ratio_clip_adaptive": True} | more
+    for name, more in {
+        "token-mean": PLAIN,
+        "narrow": RATIOS["narrow"],
+        "dual": RATIOS["dual"],
+        "both bounds": PLAIN | truncated("tis", 1.1, 0.9),
+        "dr-grpo": PLAIN | AGGREGATIONS["dr-grpo"],
+    }.items()
+}
+MASKED = {
+    f"off-policy mask {name}": {"off_policy_mask_threshold": 0.05} | more
+    for name, more in {
+        **{mode: RATIOS[mode] for mode in ("clip", "reinforce", "on-policy", "cispo")},
+        "gspo": GSPO,
+        "seq-mean-token-mean": PLAIN | AGGREGATIONS["seq-mean-token-mean"],
+        "all": TERMS["all"],
+        "tis": PLAIN | truncated("tis", 1.2),
+        "adaptive clip": ADAPTIVE["adaptive clip narrow"],
+    }.items()
+}
+CONFIGS = {**MODES, **KLS, **TERMS, **CORRECTED, **ADAPTIVE, **MASKED}
 A_FEW = [
     {},
     MODES["dual seq-mean-token-mean"],
@@ -109,6 +130,8 @@ A_FEW = [
     CORRECTED["icepop gspo"],
     CORRECTED["seq-mask-tis clip"],
     CORRECTED["is on-policy"],
+    MASKED["off-policy mask adaptive clip"],
+    MASKED["off-policy mask all"],
 ]
 """Configurations that together go through all branches."""
 A_FEW_LOSSES = [*map(make_loss, A_FEW), NllLoss()]
@@ -261,6 +284,12 @@ def test_the_batches_reach_every_branch():
             flat = dense(curr.shape, reference.gradient(samples, loss.cfg, Totals.of(samples)))
             reached.setdefault(name, set()).update((flat[inside(batch)[:, 1:]] == 0).tolist())
             reached.setdefault("positive", set()).update(sample.positive for sample in samples)
+        loss = make_loss(CONFIGS["off-policy mask adaptive clip"])
+        for sample in samples_of(curr, batch, loss):
+            reached.setdefault("off-policy mask", set()).add(reference.off_policy(sample, loss.cfg))
+            for token, ratio in zip(sample.tokens, reference.ratios(sample, loss.cfg), strict=True):
+                widened = reference.upper_clip(token, loss.cfg)
+                reached.setdefault("wider clip", set()).add(1 + loss.cfg.ratio_clip_max < ratio < widened)
         for token in (token for sample in samples for token in sample.tokens):
             x = token.ref - token.curr
             reached.setdefault("KL input clamped", set()).add(abs(x) > 0.8)
@@ -307,6 +336,62 @@ def test_tis_cuts_the_weight_of_a_token_that_the_trainer_likes_more_and_not_of_t
     assert evaluate(loss, curr, batch)[0] == pytest.approx(-1.5)
     curr, batch = one_token(curr=0.2, prev=0.2, gen=0.4)
     assert evaluate(loss, curr, batch)[0] == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(("engine", "bound"), [(0.2, 1.2 / 0.75), (0.3, 1.2), (0.4, 1.2), (0.8, 1.2)])
+def test_qurls_clip_widens_where_the_weight_is_truncated(engine, bound):
+    """At rho = 0.4 / 0.2 and C = 1.5, 0.75 of the weight is left, and the ratio may rise to 1.2 / 0.75."""
+    loss = make_loss(PLAIN | truncated("tis", 1.5) | {"ratio_clip_adaptive": True})
+    weight = min(0.4 / engine, 1.5)
+    for ratio in (bound - 0.01, bound + 0.01):
+        curr, batch = one_token(curr=0.4 * ratio, prev=0.4, gen=engine)
+        value, metrics, gradient = evaluate(loss, curr, batch)
+        assert value == pytest.approx(-weight * min(ratio, bound))
+        assert metrics["probs_ratio_clamped"] == pytest.approx(min(ratio, bound))
+        assert (gradient.item() == 0) == (ratio > bound)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "engine", "masked"), [(-1.0, 0.41, True), (-1.0, 0.39, False), (1.0, 0.8, False), (-1.0, 0.1, False)]
+)
+def test_a_sequence_of_negative_advantage_that_the_policy_left_has_no_policy_loss(advantage, engine, masked):
+    """The threshold is log 2; the engine gave the token 0.41, twice what the policy gives it now, or less."""
+    loss = make_loss({"off_policy_mask_threshold": math.log(2), "reference_policy_kl_penalty": 0.5})
+    curr, batch = one_token(curr=0.2, prev=0.2, gen=engine, advantage=advantage)
+    batch["reference_policy_logprobs"] = torch.tensor([[math.nan, math.log(0.4)]])
+    value, metrics, gradient = evaluate(loss, curr, batch)
+    assert metrics["off_policy_masked_ratio"] == masked
+    assert value == pytest.approx(0.5 * (1 - math.log(2)) - (0.0 if masked else advantage))
+    assert gradient.item() != 0  # of the KL, which is not masked
+
+
+def test_the_mask_decides_of_a_whole_sequence_by_its_mean_advantage():
+    loss = make_loss(PLAIN | {"off_policy_mask_threshold": 0.1})
+    for advantages, masked in (((-0.5, 0.25, -0.25), True), ((-0.5, 0.75, -0.125), False)):
+        batch = {"token_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0]]), "sample_mask": torch.ones(1)}
+        batch |= {"rewards": torch.ones(1), "advantages": torch.tensor([[0.0, *advantages]])}
+        batch |= {"prev_logprobs": torch.full((1, 4), -2.0), "generation_logprobs": torch.full((1, 4), -1.0)}
+        _, metrics, gradient = evaluate(loss, torch.full((1, 3), -2.0), batch)
+        assert metrics["off_policy_masked_ratio"] == masked
+        assert bool(gradient.any()) != masked
+
+
+UNUSED_MASK = {"off_policy_mask_threshold": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("keys", "more"),
+    [
+        *((keys, UNUSED_MASK) for keys in (PLAIN, TERMS["all"], GSPO)),
+        (PLAIN | truncated("tis", 1e6), UNUSED_MASK | {"ratio_clip_adaptive": True}),
+    ],
+)
+def test_a_threshold_that_nothing_exceeds_and_a_bound_that_truncates_nothing_change_no_bit(keys, more):
+    curr, batch = make_batch(5)
+    value, metrics, gradient = evaluate(make_loss(keys), curr, batch)
+    same, same_metrics, same_gradient = evaluate(make_loss(keys | more), curr, batch)
+    assert same == value and torch.equal(same_gradient, gradient)
+    assert same_metrics == metrics | {"off_policy_masked_ratio": 0.0}
 
 
 def test_bypass_takes_the_ratio_to_the_engine():
@@ -790,7 +875,10 @@ def test_nemo_rls_own_defaults_are_ours():
     assert {name: value for name, value in asdict(LossConfig()).items() if name in defaults} == defaults
 
 
-OURS_ALONE = ("loss_agg_mode", "loss_scale_factor", "entropy_coefficient")
+OURS_ALONE = (
+    *("loss_agg_mode", "loss_scale_factor", "entropy_coefficient"),
+    *("ratio_clip_adaptive", "off_policy_mask_threshold"),
+)
 
 
 @pytest.mark.nemo_rl

@@ -33,7 +33,13 @@ NEMO_RL = {
     "positive_example_nll_weight": 0.0,
 }
 """ClippedPGLossConfig, nemo_rl/algorithms/loss/loss_functions.py."""
-OURS = {"loss_agg_mode": None, "loss_scale_factor": None, "entropy_coefficient": 0.0}
+OURS = {
+    "loss_agg_mode": None,
+    "loss_scale_factor": None,
+    "entropy_coefficient": 0.0,
+    "ratio_clip_adaptive": False,
+    "off_policy_mask_threshold": None,
+}
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 
 
@@ -47,7 +53,7 @@ def truncated(kind: str | None, high: float | None = None, low: float | None = N
     }
 
 
-def test_keys_and_defaults_are_nemo_rls_and_three_of_ours():
+def test_keys_and_defaults_are_nemo_rls_and_five_of_ours():
     assert asdict(LossConfig()) == NEMO_RL | OURS
 
 
@@ -72,6 +78,9 @@ def test_keys_and_defaults_are_nemo_rls_and_three_of_ours():
         {"kl_input_clamp_value": None, "kl_output_clamp_value": None},
         {"reference_policy_kl_penalty": 0},
         {"entropy_coefficient": -0.01},
+        {"ratio_clip_adaptive": True, "ratio_clip_c": 3.0} | truncated("tis", 2.0),
+        {"off_policy_mask_threshold": 0.5, "force_on_policy_ratio": True},
+        {"off_policy_mask_threshold": 0.5} | GSPO,
         truncated(None),
         truncated("tis", 2.0),
         truncated("tis", 2.0, 0.0),
@@ -126,6 +135,24 @@ def test_what_nemo_rl_and_the_papers_combine_is_accepted(keys):
         ({"use_cispo": True, **GSPO}, ["use_cispo", "sequence_level_importance_ratios"]),
         ({"use_cispo": True, "ratio_clip_c": 3.0}, ["use_cispo", "ratio_clip_c=null"]),
         ({"use_cispo": True, "token_level_loss": False}, ["use_cispo", "token_level_loss=false"]),
+        *(
+            (
+                {
+                    "ratio_clip_adaptive": True,
+                    name: True,
+                    "token_level_loss": name != "sequence_level_importance_ratios",
+                },
+                ["ratio_clip_adaptive", name],
+            )
+            for name in (
+                *("disable_ppo_ratio", "force_on_policy_ratio", "use_cispo"),
+                "sequence_level_importance_ratios",
+            )
+        ),
+        *(
+            ({"off_policy_mask_threshold": bad}, [f"off_policy_mask_threshold={bad}", "above 0"])
+            for bad in (0.0, -0.5, math.nan, math.inf)
+        ),
         # Truncation
         ({"truncated_importance_sampling_type": "tis"}, ["use_importance_sampling_correction=true"]),
         (truncated("clip", 2.0), ["truncated_importance_sampling_type='clip'", "tis, icepop, seq-mask-tis"]),
@@ -180,6 +207,12 @@ def test_bypass_contradicts_a_forced_ratio():
         make_loss({"force_on_policy_ratio": True}, {"preset": "bypass"})
     with pytest.raises(UserError, match=r"bypass corrects by the ratio that loss_fn\.disable_ppo_ratio removes"):
         make_loss({"disable_ppo_ratio": True}, {"preset": "bypass"})
+
+
+@pytest.mark.parametrize("correction", [None, {"preset": "is"}, {"preset": "seq-tis"}, {"preset": "bypass"}])
+def test_qurls_clip_needs_a_truncated_weight_of_tokens(correction):
+    with pytest.raises(UserError, match=r"ratio_clip_adaptive=true needs .*correction\.preset=tis"):
+        make_loss({"ratio_clip_adaptive": True}, correction)
 
 
 @pytest.mark.parametrize(

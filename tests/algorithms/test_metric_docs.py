@@ -26,7 +26,7 @@ def test_every_metric_of_training_is_described_and_no_other():
     curr, batch = make_batch(0)
     seen = MismatchSums()
     seen.observe(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
-    loss = make_loss({"reference_policy_kl_penalty": 0.0}, {"preset": "tis"})
+    loss = make_loss({"reference_policy_kl_penalty": 0.0, "off_policy_mask_threshold": 0.5}, {"preset": "tis"})
     batch, corrected = correct_columns(batch, loss.correction)
     _, trained = loss_of_columns(loss, curr, batch, batch["sample_mask"].sum(), batch["token_mask"].sum())
     emitted = {*seen.metrics(), *seen.by_position(), *corrected, *trained}

@@ -71,7 +71,10 @@ MEANINGS: dict[str, str] = {
     **{f"loss_fn.{field.name}": LOSS for field in fields(LossConfig)},
 }  # fmt: skip
 """Key -> the test that both loops do the same with it; keys of trainer and engines are in SAME_PARTS."""
-OURS_ALONE = {"loss_fn.loss_agg_mode", "loss_fn.loss_scale_factor", "loss_fn.entropy_coefficient"}
+OURS_ALONE = {
+    *("loss_fn.loss_agg_mode", "loss_fn.loss_scale_factor", "loss_fn.entropy_coefficient"),
+    *("loss_fn.ratio_clip_adaptive", "loss_fn.off_policy_mask_threshold"),
+}
 
 
 def test_every_key_that_both_loops_read_has_a_test():
