@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from nemo_fp8rl.algorithms.importance_bins import Bin
-from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
 from nemo_fp8rl.algorithms.loss import GrpoLoss
+from nemo_fp8rl.algorithms.mismatch import log_weight_histogram
 from nemo_fp8rl.algorithms.policy_update import average_steps, check_versions, judge_and_correct, train_on_batch
 from nemo_fp8rl.assemble import backends, build_bridge, describe_alignments, explained_by, refit_or_stop
 from nemo_fp8rl.batch import Prompt, ScoredBatch, collate, collate_prompts
@@ -46,6 +46,7 @@ from nemo_fp8rl.rollout.collect import (
 )
 from nemo_fp8rl.rollout.sources import Collect, RolloutsAhead, RolloutsInTurn, RolloutSource
 from nemo_fp8rl.rollout.step_metrics import step_metrics
+from nemo_fp8rl.rollout.trajectories import Trajectories, sample_trajectories
 from nemo_fp8rl.run.directory import RunDirectory
 from nemo_fp8rl.run.learning_signal import LearningWatch
 from nemo_fp8rl.run.pod_stop import stop_on_pod_request
@@ -283,15 +284,15 @@ def train_step(parts: LoopParts, step: int) -> StepOutcome:
     version, ahead = parts.bridge.version, cfg.grpo.async_grpo
     check_versions(completions, version, ahead.max_trajectory_age_steps if ahead.enabled else 0)
 
-    batch, sharpness = score_batch(parts, rollout, step, clock)
-    samples = pick_samples(rollout, batch, parts.tokenizer)
+    batch, sharpness, trajectories = score_batch(parts, rollout, step, clock)
+    samples = pick_samples(trajectories.rollout, batch, parts.tokenizer)
     log_weights = log_weight_histogram(batch.prev_logprobs, batch.generation_logprobs, batch.token_mask)
-    # the mismatch is of all tokens that were generated, also of those that the loss leaves out
+    # the mismatch is of all answers with log-probs, once each, also of those that the loss leaves out
     limits = parts.explained, cfg.nemo_fp8rl.mismatch_alarm == "stop"
     newest = version, parts.explained_newest
-    judgement = judge_and_correct(
-        batch, batch.token_mask, cfg.nemo_fp8rl.gates, parts.loss.correction, *limits, *newest, sharpness
-    )
+    how = cfg.nemo_fp8rl.gates, parts.loss.correction
+    rows = trajectories.train_rows
+    judgement = judge_and_correct(batch, batch.token_mask, *how, *limits, *newest, sharpness, rows)
     notes = [f"step {step}: {sentence}" for sentence in judgement.warnings]
     per_rollout = cfg.policy.megatron_cfg.scheduler.per_rollout
     with clock("train"):
@@ -323,7 +324,8 @@ def train_step(parts: LoopParts, step: int) -> StepOutcome:
     parts.rollouts.begin(step + 1)
 
     signal = signal_metrics(cfg, parts.tokenizer, rollout)
-    metrics = step_metrics(cfg, rollout, judgement, average_steps(steps) | signal | sharpness, skipped)
+    trained = average_steps(steps) | signal | sharpness | trajectories.metrics
+    metrics = step_metrics(cfg, rollout, judgement, trained, skipped)
     if cfg.nemo_fp8rl.noise.enabled:
         metrics["noise/sigma"] = sigma_of(cfg.nemo_fp8rl.noise, version, cfg.grpo.max_num_steps)
     metrics |= clock.metrics() | refit.metrics() | memory | parts.rollouts.metrics()
@@ -334,8 +336,8 @@ def train_step(parts: LoopParts, step: int) -> StepOutcome:
 
 def score_batch(
     parts: LoopParts, rollout: Rollout, step: int, clock: Stopwatch
-) -> tuple[ScoredBatch, dict[str, float]]:
-    """Return the rollout as a batch, with the trainer's log-probs, rewards and advantages, and the sharpness metrics.
+) -> tuple[ScoredBatch, dict[str, float], Trajectories]:
+    """Return the kept answers with the trainer's log-probs, rewards and advantages, the sharpness metrics, the choice.
 
     The metrics are empty at a step that does not measure them.
     """
@@ -345,7 +347,8 @@ def score_batch(
     if cfg.grpo.overlong_filtering:
         answered = [float(completion.finish_reason == "stop") for completion in rollout.completions]
         batch = replace(batch, sample_mask=torch.tensor(answered))
-    reference_logprobs = None
+    trajectories = sample_trajectories(cfg, rollout, batch, step)
+    batch, advantages, reference_logprobs = trajectories.batch, trajectories.advantages, None
     with clock("logprob"):
         if period and step % period == 0:
             prev_logprobs, values = parts.policy.logprobs_and_sharpness(batch)
@@ -354,14 +357,16 @@ def score_batch(
             prev_logprobs = parts.policy.logprobs(batch)
         if cfg.loss_fn.reference_policy_kl_penalty:
             reference_logprobs = parts.policy.reference_logprobs(batch)
+    if advantages is None:
+        advantages = compute_advantages(cfg, rollout, batch, prev_logprobs, reference_logprobs)
     scored = ScoredBatch(
         **vars(batch),
-        rewards=rollout.rewards,
+        rewards=trajectories.rollout.rewards,
         prev_logprobs=prev_logprobs,
-        advantages=compute_advantages(cfg, rollout, batch, prev_logprobs, reference_logprobs),
+        advantages=advantages,
         reference_policy_logprobs=reference_logprobs,
     )
-    return scored, sharpness
+    return scored, sharpness, trajectories
 
 
 def validate(parts: LoopParts) -> dict[str, float]:

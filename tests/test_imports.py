@@ -38,7 +38,7 @@ LIGHT = (
     "algorithms.metric_names",
     "algorithms.mismatch",
     "algorithms.importance_bins",
-    "algorithms.importance_histogram",
+    "algorithms.trajectories",
     "run.spikes",
     "run.step_log",
     "commands.compare.statistics",

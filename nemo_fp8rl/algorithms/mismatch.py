@@ -50,7 +50,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.algorithms import correlation
+from nemo_fp8rl.algorithms import correlation, importance_bins
 from nemo_fp8rl.algorithms.metric_names import DISAGREEMENT
 
 LARGEST_LOG = 60.0
@@ -122,6 +122,20 @@ def sum_disagreement(prev_logprobs: Tensor, generation_logprobs: Tensor, inside:
         excess, *others = (error.sum() for error in _errors(prev - gen))
         totals += torch.stack([live.sum() + excess, *others])
     return dict(zip(DISAGREEMENT, totals, strict=True))
+
+
+@torch.no_grad()
+def log_weight_histogram(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> list[importance_bins.Bin]:
+    """Return the bins of l that hold tokens, in order; a token without a finite l is in no bin.
+
+    prev_logprobs, generation_logprobs, mask:  [B, T]; nothing is read outside the mask
+    """
+    inside, ends = mask > 0, importance_bins.EDGES
+    log_ratio = prev_logprobs[inside] - generation_logprobs[inside]
+    log_ratio = log_ratio[log_ratio.isfinite()]
+    counts = torch.bincount(torch.bucketize(log_ratio, torch.tensor(ends)), minlength=len(ends) + 1).tolist()
+    edges = [None, *(float(f"{edge:.6g}") for edge in ends), None]
+    return [(edges[i], edges[i + 1], count) for i, count in enumerate(counts) if count]
 
 
 class MismatchSums:

@@ -52,6 +52,7 @@ def judge_and_correct(
     trainer_version: int | None = None,
     explained_newest: float = math.inf,
     sharpness: Mapping[str, float] | None = None,
+    train_rows: Tensor | None = None,
 ) -> Judgement:
     """Measure the mismatch, apply the gates to it, and correct the batch.
 
@@ -65,6 +66,7 @@ def judge_and_correct(
     trainer_version:   the version that gave prev_logprobs; needed with `token_versions`
     explained_newest:  the same as `explained`, for the answers that gates see
     sharpness:         further metrics that gates see, of the trainer alone, whatever the versions of the answers
+    train_rows:        int64 [rows], the rows to correct and to train on, some of them repeated; None: all, once each
     Raises:      GateStop where a gate or the alarm ends the run, RolloutError (see `correct_batch`)
     """
     seen = MismatchSums()
@@ -85,6 +87,8 @@ def judge_and_correct(
     if sentence and stops:
         raise GateStop(sentence)
     metrics: dict[str, float] = {}
+    if train_rows is not None:
+        batch = batch.take_rows(train_rows)
     if correction is not None:
         batch, metrics = correct_batch(batch, correction)
     batch = replace(batch, token_versions=None)  # nothing after this reads them

@@ -62,6 +62,26 @@ class AsyncGrpoConfig(Block):
 
 
 @dataclass(frozen=True)
+class TrajectorySamplingConfig(Block):
+    """Which answers of a step train, and how often (ours; Shuffle-R1, arXiv 2508.05612)."""
+
+    keep_pairs: Annotated[float, Range(above=0, at_most=1), EarlierRuns(1.0)] = 1.0
+    """Share of the pairs of a group that train (ours). The best answer by its advantage is the partner of the worst,
+    the second best of the second worst, and so on; the first pairs are kept. 1 keeps all. The paper takes 0.5 of 16
+    answers."""
+    shuffle_rounds: Annotated[
+        int, Range(at_least=2, or_value=0, hint="0 draws nothing, and one round would draw every pair"), EarlierRuns(0)
+    ] = 0
+    """Rounds that draw the step's batch from the kept pairs, with chances by their advantages (ours). The batch keeps
+    its number of rows. Pairs without an advantage do not train, others up to once a round. 0 trains every kept answer
+    once. The paper takes 8."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.keep_pairs < 1 or self.shuffle_rounds > 0
+
+
+@dataclass(frozen=True)
 class GrpoConfig(Block):
     num_prompts_per_step: Annotated[int, ABOVE_0, NEMO_RL] = 32
     """Prompts of a step."""
@@ -88,6 +108,7 @@ class GrpoConfig(Block):
     overlong_filtering: Annotated[bool, NEMO_RL_LOOP] = False
     """Leave truncated answers out of the loss."""
     reward_shaping: Annotated[RewardShapingConfig, NEMO_RL_LOOP] = field(default_factory=RewardShapingConfig)
+    trajectory_sampling: TrajectorySamplingConfig = field(default_factory=TrajectorySamplingConfig)
     val_period: Annotated[int, AT_LEAST_0, MAY_CHANGE, NEMO_RL_LOOP] = 10
     """Steps between validations; 0 never validates."""
     val_at_start: Annotated[bool, MAY_CHANGE, NEMO_RL_LOOP] = True
@@ -99,6 +120,11 @@ class GrpoConfig(Block):
     seed: Annotated[int, SEED, NEMO_RL] = 42
     """Seed of prompts' order and of sampling."""
     async_grpo: AsyncGrpoConfig = field(default_factory=AsyncGrpoConfig)
+
+    @property
+    def kept_pairs(self) -> int:
+        """Pairs of a group that train with trajectory_sampling."""
+        return round(self.trajectory_sampling.keep_pairs * (self.num_generations_per_prompt // 2))
 
 
 @dataclass(frozen=True)

@@ -58,3 +58,10 @@ class Config(Block):
     def rollout_batch_size(self) -> int:
         """Samples of a step: prompts times generations."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+
+    @property
+    def trained_batch_size(self) -> int:
+        """Rows of a step that train: all samples, or as many as grpo.trajectory_sampling keeps."""
+        if not self.grpo.trajectory_sampling.enabled:
+            return self.rollout_batch_size
+        return self.grpo.num_prompts_per_step * self.grpo.kept_pairs * 2

@@ -186,11 +186,15 @@ def shape_rewards(rewards: Tensor, completions: Sequence[Completion], cfg: Rewar
 
 
 def compute_advantages(
-    cfg: Config, rollout: Rollout, batch: RolloutBatch, prev_logprobs: Tensor, reference_logprobs: Tensor | None
+    cfg: Config,
+    rollout: Rollout,
+    batch: RolloutBatch,
+    prev_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
 ) -> Tensor:
     """Return float32 [B, T], 0 where nothing was generated.
 
-    prev_logprobs, reference_logprobs:  float32 [B, T], for a KL in the reward
+    prev_logprobs, reference_logprobs:  float32 [B, T], for a KL in the reward; nothing else needs them
     """
     choice = cfg.grpo.adv_estimator
     rewards = shape_rewards(rollout.rewards, rollout.completions, cfg.grpo.reward_shaping)
@@ -204,7 +208,7 @@ def compute_advantages(
         return grpo_advantages[:, None] * batch.token_mask
     kl = None
     if cfg.loss_fn.use_kl_in_reward:
-        assert reference_logprobs is not None
+        assert prev_logprobs is not None and reference_logprobs is not None
         if not reference_logprobs[batch.loss_mask > 0].isfinite().all():
             raise StepRefused("the reference policy has log-probs that are not finite: look into policy.model_name")
         estimate = kl_estimate(prev_logprobs, reference_logprobs, torch.ones(()), cfg.loss_fn)

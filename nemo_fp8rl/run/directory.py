@@ -3,7 +3,7 @@
     config.yaml        the resolved recipe
     environment.json   versions, every choice that was resolved at start, and digests of the prompts
     metrics.jsonl      one object per step
-    histograms.jsonl   one object per step: how many tokens have which importance weight (importance_histogram.py)
+    histograms.jsonl   one object per step: how many tokens have which importance weight (algorithms/mismatch.py)
     samples.jsonl      at the first step and at validation steps: answers, with both sides' log-probs (samples.py)
     tensorboard/       the same metrics as events
     ended.json         the error that ended the run, until the next start

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_fp8rl.algorithms.importance_bins import EDGES
-from nemo_fp8rl.algorithms.importance_histogram import log_weight_histogram
+from nemo_fp8rl.algorithms.mismatch import log_weight_histogram
 
 
 def histogram(*log_weights: float) -> list:

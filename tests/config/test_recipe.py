@@ -525,6 +525,31 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ["nemo_fp8rl.grad_reduce=fp8", f"{SUMS}.{FLOAT32_SUM}=true", "nemo_fp8rl.grad_reduce=auto"],
         ),
         ([f"{SUMS}.{FLOAT32_SUM}=true"], [f"{SUMS}.{FLOAT32_SUM}=true", "grad_reduce_in_fp32=true", "to false"]),
+        (
+            ["grpo.trajectory_sampling.keep_pairs=0.5", "grpo.num_generations_per_prompt=15"],
+            ["grpo.trajectory_sampling", "grpo.num_generations_per_prompt=15 must be even"],
+        ),
+        (
+            ["grpo.trajectory_sampling.keep_pairs=0.3", "grpo.num_generations_per_prompt=16"],
+            ["grpo.trajectory_sampling.keep_pairs=0.3 of the 8 pairs", "set it to 0.25"],
+        ),
+        (
+            ["grpo.trajectory_sampling={keep_pairs: 0.5, shuffle_rounds: 3}"],
+            ["grpo.trajectory_sampling.shuffle_rounds=3", "grpo.num_prompts_per_step=32 times 4"],
+        ),
+        (
+            ["grpo.trajectory_sampling.keep_pairs=0.5"],
+            ["policy.train_global_batch_size=512", "the 256 samples", "grpo.trajectory_sampling.keep_pairs)"],
+        ),
+        (
+            [
+                "grpo.trajectory_sampling.shuffle_rounds=8",
+                "grpo.adv_estimator.name=reinforce_plus_plus",
+                "loss_fn.use_kl_in_reward=true",
+                "loss_fn.reference_policy_kl_type=k1",
+            ],
+            ["grpo.trajectory_sampling", "loss_fn.use_kl_in_reward=true", "set it to false"],
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_named(refusal, overrides, keys):
@@ -560,6 +585,8 @@ def test_float32_is_allowed_in_the_bf16_flow(recipe):
     [
         "grpo.num_prompts_per_step=0",
         "grpo.max_num_steps=-1",
+        "grpo.trajectory_sampling.keep_pairs=0",
+        "grpo.trajectory_sampling.shuffle_rounds=1",
         "grpo.max_val_samples=0",
         "sft.max_num_steps=0",
         "checkpointing.save_period=0",

@@ -11,11 +11,13 @@ from nemo_fp8rl.common.secret_variables import has_password, looks_secret
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.validate.generation import check_colocated, check_updates_in_flight
 from nemo_fp8rl.config.validate.training import check_training, lookup
+from nemo_fp8rl.config.validate.trajectories import check_trajectories
 
 
 def check(cfg: Config, has_rollouts: bool = True) -> None:
     """Raise UserError for values that contradict each other; has_rollouts: see `recipe.load`."""
     if has_rollouts:
+        check_trajectories(cfg)
         _check_rollout_size(cfg)
     check_training(cfg)
     cfg.loss_fn.check()
@@ -62,16 +64,18 @@ def check(cfg: Config, has_rollouts: bool = True) -> None:
 
 
 def _check_rollout_size(cfg: Config) -> None:
-    batch = cfg.policy.train_global_batch_size
-    if cfg.rollout_batch_size % batch:
+    batch, rows = cfg.policy.train_global_batch_size, cfg.trained_batch_size
+    if rows % batch:
+        product = "grpo.num_prompts_per_step * grpo.num_generations_per_prompt"
+        if cfg.grpo.trajectory_sampling.keep_pairs < 1:
+            product += " * grpo.trajectory_sampling.keep_pairs"
         raise UserError(
-            f"policy.train_global_batch_size={batch} does not divide the {cfg.rollout_batch_size} samples of a step "
-            "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt)"
+            f"policy.train_global_batch_size={batch} does not divide the {rows} samples of a step ({product})"
         )
-    if cfg.loss_fn.force_on_policy_ratio and batch != cfg.rollout_batch_size:
+    if cfg.loss_fn.force_on_policy_ratio and batch != rows:
         raise UserError(
             f"loss_fn.force_on_policy_ratio=true is for one update a rollout: set policy.train_global_batch_size="
-            f"{cfg.rollout_batch_size}, all samples of a step"
+            f"{rows}, all samples of a step"
         )
 
 

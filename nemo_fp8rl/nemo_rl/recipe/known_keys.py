@@ -42,6 +42,11 @@ MEGATRON_KEYS = (
 )
 """Keys of Megatron that no example of NeMo RL has. The package's trainer reads them; what NeMo RL's own trainer does
 not take, `stock/stock_limits.py` refuses."""
+OUR_LOOP_KEYS = {
+    "grpo.trajectory_sampling": "NeMo RL's loop computes the log-probs of all answers, and its trainer does not learn "
+    "which of them are a group",
+}
+"""Keys of our own loop beside NeMo RL's, and why they have no place in its loop."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any"}
 
 
@@ -97,6 +102,11 @@ def read_known_keys(checkout: Checkout) -> KnownKey:
 def check_known(values: Mapping[Any, Any], known: KnownKey, version: str) -> None:
     """Raise UserError for the first unknown key of `values`, with the most similar known key."""
     for key_prefix, key, parent in _find_unknown(values, known, ""):
+        if reason := OUR_LOOP_KEYS.get(f"{key_prefix}{key}"):
+            raise UserError(
+                f"{key_prefix}{key} is for recipes of `nemo-fp8rl train`, and a recipe for NeMo RL has no such key: "
+                f"{reason}; remove it"
+            )
         similar = difflib.get_close_matches(key, parent.keys, 1)
         other_paths = [path for path in known.paths() if path.rpartition(".")[2] == key]
         suggestions = [f"{key_prefix}{similar[0]}"] if similar else other_paths[:1]
