@@ -348,7 +348,8 @@ def score_batch(
         answered = [float(completion.finish_reason == "stop") for completion in rollout.completions]
         batch = replace(batch, sample_mask=torch.tensor(answered))
     trajectories = sample_trajectories(cfg, rollout, batch, step)
-    batch, advantages, reference_logprobs = trajectories.batch, trajectories.advantages, None
+    batch, advantages = trajectories.batch, trajectories.advantages
+    reference_logprobs = None
     with clock("logprob"):
         if period and step % period == 0:
             prev_logprobs, values = parts.policy.logprobs_and_sharpness(batch)

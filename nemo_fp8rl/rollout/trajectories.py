@@ -43,7 +43,8 @@ def sample_trajectories(cfg: Config, rollout: Rollout, batch: RolloutBatch, step
     scores = answer_advantages(advantages, batch)
     pairs = pair_by_contrast(scores, rollout.group_ids, cfg.grpo.kept_pairs)
     rows = pairs.flatten().sort().values
-    order, train_rows, num_filled = rows, None, 0
+    order, num_filled = rows, 0
+    train_rows: Tensor | None = None
     if settings.shuffle_rounds:
         generator = torch.Generator().manual_seed(sample_seed(cfg.grpo.seed, step, "trajectories"))
         weights, count = scores[pairs].double().abs().sum(-1), len(pairs) // settings.shuffle_rounds
