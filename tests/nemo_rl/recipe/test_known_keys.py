@@ -96,6 +96,12 @@ def test_an_override_may_not_add_a_key_that_no_code_reads(checkout, recipe, refu
     assert of_recipe.values["grpo"]["num_val_at_end"] is False
 
 
+def test_a_key_of_our_own_loop_says_where_it_belongs(refusal):
+    said = refusal(CHILD, "+grpo.trajectory_sampling.keep_pairs=0.5")
+    assert "grpo.trajectory_sampling is for recipes of `nemo-fp8rl train`" in said
+    assert said == refusal(CHILD + "grpo: {trajectory_sampling: {keep_pairs: 0.5}}\n")
+
+
 def test_an_override_marker_below_the_top_is_refused(refusal):
     assert "policy.generation._override_" in refusal(CHILD + "policy: {generation: {_override_: true}}\n")
 
