@@ -10,8 +10,8 @@ sums      gradients of a tiny model (next-byte prediction, as in training.py) at
               FP8-LM                 per tensor one scale for all ranks, a power of two, times 1 / sqrt(ranks), and a
                                      ring in E4M3 (MS-AMP's code: msamp/nn/distributed.py)
               FP8-LM, mu             the same with a factor mu in place of 1 / sqrt(ranks): it is halved until at most
-                                     0.001 % of the sums are E4M3's largest value (as the paper, arXiv 2310.18313,
-                                     describes its automatic scaling; MS-AMP has none)
+                                     0.001 % of the sums are E4M3's largest value (as texts about the paper, arXiv
+                                     2310.18313, describe its automatic scaling; MS-AMP has none)
               ours                   `nemo_fp8rl.grad_reduce=fp8`
 training  two ranks on gloo train that model with float32 gradients and with FP8; gaps over seeds
 
@@ -247,10 +247,9 @@ def main() -> None:
     show_sums(sums)
     course = Course("qwen3", steps, warmup=steps // 10, rows=8, length=64)
     cases = {
-        f"{choice}_{seed}".replace(", ", "_").replace(" ", "_"): (arguments.folder, course, choice, seed)
-        for seed, choice in product(range(seeds), CHOICES)
+        (choice, seed): (arguments.folder, course, choice, seed) for seed, choice in product(range(seeds), CHOICES)
     }
-    results = list(run_all(arguments.folder / "runs", train_two, cases, arguments.jobs, "runs").values())
+    results = list(run_all(arguments.folder / "runs", train_two, cases, arguments.jobs).values())
     show_training(results)
     record = {
         "machine": machine(),

@@ -145,13 +145,11 @@ def main() -> None:
         for seed, choice in product(range(number), choices):
             make_model(arguments.folder, course, seed)
             cases[course.family, choice, seed] = (arguments.folder, course, choice, seed)
-    names = {key: "_".join(map(str, key)).replace(", ", "_").replace(" ", "_") for key in cases}
-    files = {names[key]: case for key, case in cases.items()}
-    results = run_all(arguments.folder / "runs", learn, files, arguments.jobs, "runs")
+    results = run_all(arguments.folder / "runs", learn, cases, arguments.jobs)
     rows = [
         row
         for family in (dense.family, mixture.family)
-        for row in summarize(family, {key[1:]: results[names[key]] for key in cases if key[0] == family})
+        for row in summarize(family, {key[1:]: result for key, result in results.items() if key[0] == family})
     ]
     moves = {rate: movement_share(rate, DIRECTION_STEPS, count) for rate in RATES}
     record = {

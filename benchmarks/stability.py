@@ -9,10 +9,9 @@ arithmetic runs with several seeds and learning rates; a seed has the same weigh
 rises for half of the steps, so that a run comes to its limit slowly, and falls in the other half.
 
 Diverged: a loss is not finite, or the mean of WINDOW losses is RISE nats above the first loss or above the least such
-mean before it. The
-sharpness is that of `policy/sharpness.py` on the same held-out rows, every PERIOD steps. Before a divergence it is
-compared with the healthy runs, those of bfloat16 that do not diverge, at the same step: a warning is a measurement of
-FACTORS times the largest of theirs. A warning in a run that does not diverge is a false one.
+mean before it. The sharpness is that of `policy/sharpness.py` on the same held-out rows, every PERIOD steps. Before a
+divergence it is compared with the healthy runs, those of bfloat16 that do not diverge, at the same step: a warning is a
+measurement of FACTORS times the largest of theirs. A warning in a run that does not diverge is a false one.
 
 Runs are stored in --folder: an interrupted benchmark continues. A dry run is as short as can be, for the sake of the
 tests: its figures say nothing. The picture is drawn where matplotlib is installed (`training.py`).
@@ -35,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from stored_runs import run_all
 from torch import Tensor
-from training import ROOT, Course, batch, corpus, losses, make_model, trainer
+from training import ROOT, Course, batch, corpus, losses, make_model, open_figure, trainer
 
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.policy.interface import DivergenceError
@@ -192,17 +191,9 @@ def judge(rows: list[dict[str, Any]], kind: str, factor: float) -> dict[str, Any
     }
 
 
-def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Draw the share of diverged runs, final losses, and the sharpness of bfloat16 beside a run that diverges."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"{path} is not drawn: pip install matplotlib==3.11.2")
-        return
-    matplotlib.rcParams["svg.hashsalt"] = "nemo_fp8rl"  # the same file from the same figures
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    left, middle, right = axes
     found = {(row["arithmetic"], row["lr"]): row for row in rows}
     places = range(BITS, 0, -1)
     for name, style in zip(ROUNDINGS, ("-", "--"), strict=True):
@@ -230,7 +221,6 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     middle.set(xlabel="mantissa bits", title="final loss of the others, nats a byte")
     middle.invert_xaxis()
     right.set(xlabel="step", title="sharpness: healthy (grey), diverging (red)")
-    figure.savefig(path, metadata={"Date": None})
 
 
 def share_diverged(row: dict[str, Any]) -> float:
@@ -255,11 +245,9 @@ def main() -> None:
         course = Course(FAMILY, steps, lr=rate, warmup=steps // 2, length=LENGTH, rows=ROWS)
         make_model(arguments.folder, course, seed)
         cases[arithmetic, rate, seed] = (arguments.folder, arithmetic, course, seed)
-    names = {key: "_".join(map(str, key)).replace(" ", "_") for key in cases}
-    files = {names[key]: case for key, case in cases.items()}
-    results = run_all(arguments.folder / "runs", train, files, arguments.jobs, "runs")
+    results = run_all(arguments.folder / "runs", train, cases, arguments.jobs)
     ordered = sorted(cases, key=lambda key: (ARITHMETICS.index(key[0]), key[1], key[2]))
-    rows = summarize({key: results[names[key]] for key in ordered})
+    rows = summarize({key: results[key] for key in ordered})
     record = {
         "settings": {
             **{"family": FAMILY, "steps": steps, "seeds": len(seeds), "tokens_a_step": ROWS * (LENGTH - 1)},
@@ -284,8 +272,11 @@ def main() -> None:
         numbers = ("-" if value is None else f"{value:g}" for value in list(found.values())[2:])
         table.add_row(f"{found['kind']} x {found['factor']:g}", *numbers)
     console.print(table)
-    if not arguments.dry_run:
-        draw(ROOT / "docs/stability.svg", rows)
+    if arguments.dry_run:
+        return
+    with open_figure(ROOT / "docs/stability.svg", (12, 3.4), 3) as axes:
+        if axes is not None:
+            draw(axes, rows)
 
 
 if __name__ == "__main__":

@@ -12,30 +12,30 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 
 
 def run_all(
-    folder: Path, run: Callable[..., dict[str, Any]], cases: Mapping[str, tuple[Any, ...]], jobs: int, title: str
-) -> dict[str, dict[str, Any]]:
+    folder: Path, run: Callable[..., dict[str, Any]], cases: Mapping[tuple[Any, ...], tuple[Any, ...]], jobs: int
+) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return the result of each case. A result that is stored, of the same arguments, is not computed again.
 
-    folder:  a file NAME.json for each case
+    folder:  a file for each case, named by its key
     run:     computes the result of a case; a function of a module
-    cases:   arguments of `run` by name
+    cases:   arguments of `run` by key
     jobs:    processes at a time
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = {name: folder / f"{name}.json" for name in cases}
+    files = {key: folder / f"{'_'.join(map(str, key)).replace(', ', '_').replace(' ', '_')}.json" for key in cases}
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool, Progress(*columns) as progress:
-        task = progress.add_task(title, total=len(cases))
-        waits: dict[Future[None], str] = {}
-        for name, arguments in cases.items():
-            if _stored(files[name], arguments) is None:
-                waits[pool.submit(_store, files[name], partial(run, *arguments), repr(arguments))] = name
+        task = progress.add_task("runs", total=len(cases))
+        waits: dict[Future[None], tuple[Any, ...]] = {}
+        for key, arguments in cases.items():
+            if _stored(files[key], arguments) is None:
+                waits[pool.submit(_store, files[key], partial(run, *arguments), repr(arguments))] = key
             else:
                 progress.advance(task)
         for done in as_completed(waits):
             done.result()
             progress.advance(task, 1)
-    return {name: json.loads(file.read_text())["result"] for name, file in files.items()}
+    return {key: json.loads(file.read_text())["result"] for key, file in files.items()}
 
 
 def _stored(file: Path, arguments: tuple[Any, ...]) -> dict[str, Any] | None:

@@ -160,17 +160,28 @@ def learn(folder: Path, course: Course, flow: str, seed: int) -> dict[str, Any]:
         return {"flow": flow, "seed": seed, "losses": found, "validation": held_out_loss(worker, course)}
 
 
-def draw(path: Path, results: list[dict[str, Any]], steps: int) -> None:
-    """Draw the mean over the seeds of a running mean of 20 steps, if matplotlib is installed."""
+@contextmanager
+def open_figure(path: Path, size: tuple[float, float], columns: int) -> Iterator[Any]:
+    """Yield the axes of a picture, which is written to the path behind the block; None without matplotlib.
+
+    size:  in inches
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         print(f"{path} is not drawn: pip install matplotlib==3.11.2")
+        yield None
         return
     matplotlib.rcParams["svg.hashsalt"] = "nemo_fp8rl"  # the same file from the same figures
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure.subplots(1, columns)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw(axes: Any, results: list[dict[str, Any]], steps: int) -> None:
+    """Draw the mean over the seeds of a running mean of 20 steps."""
+    left, right = axes
     curves = {}
     for flow, style in zip(FLOWS, ("-", "--"), strict=True):
         losses = torch.tensor([r["losses"] for r in results if r["flow"] == flow])
@@ -185,7 +196,6 @@ def draw(path: Path, results: list[dict[str, Any]], steps: int) -> None:
     right.plot(range(20, steps + 1), gap.mean(0), color="C1")
     right.axhline(0, color="black", linewidth=0.6)
     right.set(xlabel="step", title="fp8_e2e less bf16: each seed, and their mean")
-    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -224,7 +234,9 @@ def main() -> None:
             f"{fmean(gaps) - half:+.4f} to {fmean(gaps) + half:+.4f}",
         )
     Console(width=110).print(table)
-    draw(ROOT / f"docs/training_{family}.svg", results, steps)
+    with open_figure(ROOT / f"docs/training_{family}.svg", (9, 3.2), 2) as axes:
+        if axes is not None:
+            draw(axes, results, steps)
 
 
 if __name__ == "__main__":

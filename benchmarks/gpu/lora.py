@@ -29,7 +29,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.gpu.report import ON_GPU, Report, versions
+from benchmarks.gpu.report import ON_GPU, Report, start
 
 BASES = ("bf16", "fp8_e2e", "nvfp4_a16_e2e")
 """By flow, the most important first."""
@@ -182,16 +182,8 @@ def compare(report: Report, folder: Path, flow: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300, help="time limit")
     parser.add_argument("--bases", nargs="+", choices=BASES, default=[*BASES], help="by flow")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
-    if not (arguments.dry_run or ON_GPU):
-        parser.error("there is no GPU; --dry-run has the smallest sizes on a CPU")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Megatron in other processes, about itself
-    report = Report(3600.0 if arguments.dry_run else arguments.seconds)  # a dry run leaves nothing out
-    print("CPU" if not ON_GPU else "GPU", versions())
+    arguments, report = start(parser, seconds=300)
     with tempfile.TemporaryDirectory() as folder:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             process.submit(write_models, Path(folder)).result()

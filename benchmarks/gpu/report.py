@@ -1,6 +1,8 @@
 """The lines of a measurement on a GPU: shown as they come, within a time limit, and kept for a JSON file."""
 
+import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -172,3 +174,20 @@ def describe_agreement(outputs: dict[str, Tensor]) -> tuple[str, dict[str, float
     texts = [" = ".join(groups[0])]
     texts += [f"{' = '.join(g)} {percent(shares[f'{groups[0][0]} = {g[0]}'])}" for g in groups[1:]]
     return " | ".join(texts), shares
+
+
+def start(parser: argparse.ArgumentParser, seconds: float) -> tuple[argparse.Namespace, Report]:
+    """Read the command line with the options of all such scripts, and begin the report.
+
+    parser:   has the script's own options
+    seconds:  the time limit, unless the command says another; a dry run leaves nothing out
+    """
+    parser.add_argument("--seconds", type=float, default=seconds, help="time limit")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    if not (arguments.dry_run or ON_GPU):
+        parser.error("there is no GPU; --dry-run has the smallest sizes on a CPU")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Megatron in other processes, about itself
+    print("CPU" if not ON_GPU else "GPU", versions())
+    return arguments, Report(3600.0 if arguments.dry_run else arguments.seconds)

@@ -29,7 +29,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.gpu.report import DEVICE, MISSING, ON_GPU, Report, equal_share, percent, versions
+from benchmarks.gpu.report import DEVICE, MISSING, ON_GPU, Report, equal_share, percent, start
 
 GRADIENTS = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false"
 OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -204,15 +204,7 @@ def show_zeros(report: Report) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300, help="time limit")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
-    if not (arguments.dry_run or ON_GPU):
-        parser.error("there is no GPU; --dry-run has the smallest sizes on a CPU")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Megatron in other processes, about itself
-    report = Report(3600.0 if arguments.dry_run else arguments.seconds)  # a dry run leaves nothing out
-    print("CPU" if not ON_GPU else "GPU", versions())
+    arguments, report = start(parser, seconds=300)
     for name, show in (("zeros", show_zeros), ("states", compare_states)):
         with report.section(name, report.seconds_left() / 4):
             try:

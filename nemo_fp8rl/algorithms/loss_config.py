@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig, Rule
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.common.field_rules import ABOVE_0, AT_LEAST_0, Block, Range, check_fields
+from nemo_fp8rl.common.field_rules import ABOVE_0, AT_LEAST_0, Block, EarlierRuns, Range, check_fields
 
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 KlType = Literal["k1", "k2", "k3"]
@@ -62,10 +62,10 @@ class LossConfig(Block):
     """The constant of seq-mean-token-sum-norm. It may be the longest answer (arXiv 2503.20783). It is Dr. GRPO's."""
     entropy_coefficient: Annotated[float, Range()] = 0.0
     """Weight of the entropy bonus. The estimate is `approx_entropy` with the correction's weights."""
-    ratio_clip_adaptive: bool = False
+    ratio_clip_adaptive: Annotated[bool, EarlierRuns(False)] = False
     """QuRL's clip (arXiv 2602.13953): where weight_max truncates a token's weight, the upper clip grows as the weight
     shrinks."""
-    off_policy_mask_threshold: Annotated[float | None, ABOVE_0] = None
+    off_policy_mask_threshold: Annotated[float | None, ABOVE_0, EarlierRuns(None)] = None
     """DeepSeek-V3.2's mask (arXiv 2512.02556). Sequences of negative advantage whose mean of engine minus current
     log-prob exceeds this have no policy loss."""
 

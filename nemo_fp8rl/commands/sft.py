@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
+from nemo_fp8rl.algorithms.gates import apply_gates
 from nemo_fp8rl.algorithms.loss import NllLoss
+from nemo_fp8rl.algorithms.metric_names import SHARPNESS
 from nemo_fp8rl.batch import RolloutBatch
 from nemo_fp8rl.common.atomic_files import check_output, new_folder
 from nemo_fp8rl.common.display import Display
+from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.machine import describe_processors
 from nemo_fp8rl.common.stopwatch import Stopwatch
 from nemo_fp8rl.config.schema import Config
@@ -57,8 +60,9 @@ def sft(
     resume, restartable:  see RunDirectory
     resume_hint:  the option or command that an interrupted run names for its continuation
     Returns:  False if the training was interrupted (and can be resumed); `output` is not written then
-    Raises:   UserError if `output` exists, and for bad data
+    Raises:   UserError if `output` exists, and for bad data; GateStop where a gate on the sharpness ends the run
     """
+    _check_gates(cfg)
     if output:
         check_output(output)
     cfg = pin_commits(cfg, recorded_recipe(cfg) if resume or restartable else {})
@@ -110,8 +114,11 @@ def _run_steps(parts: LoopParts, stop: StopFlag, resume_hint: str) -> bool:
         start_time, clock = time.perf_counter(), Stopwatch(parts.display.show_phase)
         batch = collate_examples([examples.train[i] for i in order.indices(step)], examples.tokenizer.pad_token_id)
         sharpness = _sharpness_before(parts, step, batch, clock)
-        with save_if_refused(run, policy, step), clock("train"):
-            trained = policy.train_step(batch, NllLoss())
+        with save_if_refused(run, policy, step):
+            for sentence in apply_gates(cfg.nemo_fp8rl.gates, sharpness)[1]:
+                parts.display.say(f"step {step}: {sentence}")
+            with clock("train"):
+                trained = policy.train_step(batch, NllLoss())
         metrics = {f"train/{name}": value for name, value in (trained | sharpness).items()} | clock.metrics()
         metrics["train/epoch"] = step * batch.num_rows / len(examples.train)
         metrics["train/num_tokens"] = float(batch.token_mask[:, 1:].sum())
@@ -123,6 +130,15 @@ def _run_steps(parts: LoopParts, stop: StopFlag, resume_hint: str) -> bool:
         if not end_step(run, policy, parts.display, stop, step, _figures(metrics), resume_hint):
             return False
     return True
+
+
+def _check_gates(cfg: Config) -> None:
+    for i, gate in enumerate(cfg.nemo_fp8rl.gates):
+        if gate.metric in SHARPNESS and gate.action == "skip_step":
+            raise UserError(
+                f"nemo_fp8rl.gates[{i}].action=skip_step: sft takes every step, so a gate on {gate.metric} can warn or "
+                "stop; set it to one of these"
+            )
 
 
 def _sharpness_before(parts: LoopParts, step: int, batch: RolloutBatch, clock: Stopwatch) -> dict[str, float]:

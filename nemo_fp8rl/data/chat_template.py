@@ -40,12 +40,13 @@ def why_no_template(value: str | None) -> str:
 class PromptRenderer:
     """Renders prompts as text, and text as tokens.
 
-    date_is_printed:  True once a template has asked for the date
+    printed_date:  the date that a template has printed; None until one asks for it
     """
 
     def __init__(self, tokenizer: Any, cfg: TokenizerConfig, date: datetime) -> None:
         """Raises: UserError for a template or arguments that cannot be used"""
-        self.tokenizer, self.name, self.date, self.date_is_printed = tokenizer, cfg.name, date, False
+        self.tokenizer, self.name, self.date = tokenizer, cfg.name, date
+        self.printed_date: datetime | None = None
         self.variables: Mapping[str, Any] = cfg.chat_template_kwargs or {}
         if arguments := sorted(TOKENIZER_ARGUMENTS & self.variables.keys()):
             raise UserError(
@@ -106,7 +107,7 @@ class PromptRenderer:
             ) from None
 
     def _format_date(self, form: str) -> str:
-        self.date_is_printed = True
+        self.printed_date = self.date
         return self.date.strftime(form)
 
 

@@ -68,7 +68,7 @@ class ConversationReader:
         """Return the special token that ends the last answer only where a question follows; "" without one."""
         try:
             text = self.renderer.render_messages([*messages, {"role": "user", "content": MARK}], tools, place)
-        except UserError:
+        except UserError:  # a template that takes no question there; `_turn` says what lacks an end
             return ""
         tail = text.removeprefix(through).partition(MARK)[0] if text.startswith(through) else ""
         first = self.renderer.tokenizer.decode(self._tokens(tail)[:1])

@@ -64,17 +64,9 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
     if cfg.data.train.kind == "text":
         raise UserError("data.train.kind=text: documents have no answers, which a reward needs; they are for sft")
     scorer = load_scorer(cfg.data.default.env_name)
-    validation = cfg.data.validation
-    train_records, val_records = split_records(
-        _read(cfg.data.train, "data.train", cfg),
-        _read(validation, "data.validation", cfg) if validation else None,
-        cfg.data.train.split_validation_size,
-        cfg.data.train.seed,
-    )
+    train_records, val_records = read_split(cfg, any_answer=cfg.data.default.env_name not in VERIFIERS)
     scorer.check_fields([(record.place, record.fields) for record in (*train_records, *val_records)])
-    tokenizer = PromptTokenizer(cfg.policy, date)
-    if tokenizer.pad_token_id >= vocab_size:
-        tokenizer.pad_token_id = 0  # the model embeds padding, too, though nothing reads the result
+    tokenizer = open_tokenizer(cfg, vocab_size, date)
     held_out = val_records[: cfg.grpo.max_val_samples]
     train, val = tokenizer.tokenize(train_records, vocab_size), tokenizer.tokenize(held_out, vocab_size)
     num_too_long = len(train_records) + len(held_out) - len(train) - len(val)
@@ -88,7 +80,7 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
         )
     if not val:
         raise UserError(f"no validation prompt is left{dropped}; {longer} or add shorter prompts")
-    printed = date or (tokenizer.renderer.date if tokenizer.renderer.date_is_printed else None)
+    printed = date or tokenizer.renderer.printed_date
     prompts = PromptSets(tokenizer, train, val, num_too_long, _notes(tokenizer, train, cfg), printed)
     steps = prompts.limit_steps(cfg)[0].grpo.max_num_steps
     if steps < cfg.grpo.max_num_steps:
@@ -97,22 +89,41 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
     return prompts
 
 
-def _read(data: TrainDataConfig | ValidationDataConfig, block: str, cfg: Config) -> list[Record]:
-    names = FieldNames(block, data.input_key, data.output_key, any_answer=cfg.data.default.env_name not in VERIFIERS)
-    return read_dataset(data.data_path, names, data.split)
+def read_split(cfg: Config, any_answer: bool) -> tuple[list[Record], list[Record]]:
+    """Return the records of training and validation. any_answer: see `FieldNames`."""
+
+    def read(data: TrainDataConfig | ValidationDataConfig, block: str) -> list[Record]:
+        is_text = cfg.data.train.kind == "text"
+        names = FieldNames(block, data.input_key, data.output_key, any_answer=any_answer, is_text=is_text)
+        return read_dataset(data.data_path, names, data.split)
+
+    return split_records(
+        read(cfg.data.train, "data.train"),
+        read(cfg.data.validation, "data.validation") if cfg.data.validation else None,
+        cfg.data.train.split_validation_size,
+        cfg.data.train.seed,
+    )
 
 
-def excerpt(renderer: PromptRenderer, text: str) -> str:
-    """Return a sentence about the chat template, with the beginning of a text as an example."""
+def open_tokenizer(cfg: Config, vocab_size: int, date: datetime | None) -> PromptTokenizer:
+    """Return the recipe's tokenizer, whose padding a model of this vocabulary can embed."""
+    tokenizer = PromptTokenizer(cfg.policy, date)
+    if tokenizer.pad_token_id >= vocab_size:
+        tokenizer.pad_token_id = 0  # the model embeds padding, too, though nothing reads the result
+    return tokenizer
+
+
+def template_notes(renderer: PromptRenderer, text: str) -> list[str]:
+    """Return sentences about the chat template, with the beginning of a text as an example."""
     beginning = repr(text[:LONGEST]) + ("..." if len(text) > LONGEST else "")
-    return f"{renderer.description}; the model sees, for instance, {beginning}"
+    notes = [f"{renderer.description}; the model sees, for instance, {beginning}"]
+    if renderer.printed_date:
+        notes.append(f"the chat template prints the date: {renderer.printed_date:%Y-%m-%d}, in all of this run")
+    return notes
 
 
 def _notes(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config) -> tuple[str, ...]:
-    renderer = tokenizer.renderer
-    notes = [excerpt(renderer, train[0].rendered)]
-    if renderer.date_is_printed:
-        notes.append(f"the chat template prints the date: {renderer.date:%Y-%m-%d}, in all of this run")
+    notes = template_notes(tokenizer.renderer, train[0].rendered)
     answers: dict[tuple[int, ...], set[str]] = {}
     for prompt in train:
         answers.setdefault(prompt.token_ids, set()).add(prompt.answer)

@@ -5,16 +5,13 @@ from datetime import datetime
 from typing import NamedTuple
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.config.run_schema import TrainDataConfig, ValidationDataConfig
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.conversations import ConversationReader
-from nemo_fp8rl.data.dataset import read_dataset
 from nemo_fp8rl.data.documents import cut_documents
 from nemo_fp8rl.data.examples import Example, digest_examples
 from nemo_fp8rl.data.order import count_steps
-from nemo_fp8rl.data.prompts import excerpt
-from nemo_fp8rl.data.records import FieldNames, Record
-from nemo_fp8rl.data.split import split_records
+from nemo_fp8rl.data.prompts import open_tokenizer, read_split, template_notes
+from nemo_fp8rl.data.records import Record
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.hf.model_config import HfConfig
 
@@ -44,16 +41,8 @@ def load_examples(cfg: Config, hf: HfConfig, date: datetime | None = None) -> Ex
 
     date: what a chat template prints that asks for the date: that of a run's start, None for now
     """
-    validation = cfg.data.validation
-    train_records, val_records = split_records(
-        _read(cfg.data.train, "data.train", cfg),
-        _read(validation, "data.validation", cfg) if validation else None,
-        cfg.data.train.split_validation_size,
-        cfg.data.train.seed,
-    )
-    tokenizer = PromptTokenizer(cfg.policy, date)
-    if tokenizer.pad_token_id >= hf.vocab_size:
-        tokenizer.pad_token_id = 0  # the model embeds padding, too, though nothing reads the result
+    train_records, val_records = read_split(cfg, any_answer=True)
+    tokenizer = open_tokenizer(cfg, hf.vocab_size, date)
     length, size, notes = cfg.policy.max_total_sequence_length, cfg.policy.train_global_batch_size, []
     if cfg.data.train.kind == "text":
         train, val = (cut_documents(records, tokenizer, length) for records in (train_records, val_records))
@@ -64,7 +53,7 @@ def load_examples(cfg: Config, hf: HfConfig, date: datetime | None = None) -> Ex
             [example for record in records for example in _examples(record, tokenizer, conversations)]
             for records in (train_records, val_records)
         )
-        notes += [excerpt(tokenizer.renderer, tokenizer.tokenizer.decode(train[0].token_ids))]
+        notes += template_notes(tokenizer.renderer, tokenizer.tokenizer.decode(train[0].token_ids))
         notes += _turn_end_notes(tokenizer, conversations, hf, cfg)
     tokenizer.check_token(max(int(e.token_ids.max()) for e in (*train, *val) if len(e.token_ids)), hf.vocab_size)
     num_train, num_all = len(train), len(train) + len(val)
@@ -85,19 +74,10 @@ def load_examples(cfg: Config, hf: HfConfig, date: datetime | None = None) -> Ex
             f"no held-out example of at most policy.max_total_sequence_length={length} tokens is left; raise it, or "
             "data.train.split_validation_size"
         )
-    if tokenizer.renderer.date_is_printed:
-        notes.append(f"the chat template prints the date: {tokenizer.renderer.date:%Y-%m-%d}, in all of this run")
     steps = count_steps(cfg.sft.max_num_steps, cfg.sft.max_num_epochs, len(train), size)
     if steps < cfg.sft.max_num_steps:
         notes.append(f"sft.max_num_epochs={cfg.sft.max_num_epochs} ends the run after {steps} steps")
-    printed = date or (tokenizer.renderer.date if tokenizer.renderer.date_is_printed else None)
-    return ExampleSets(tokenizer, train, val, steps, tuple(notes), printed)
-
-
-def _read(data: TrainDataConfig | ValidationDataConfig, block: str, cfg: Config) -> list[Record]:
-    is_text = cfg.data.train.kind == "text"
-    names = FieldNames(block, data.input_key, data.output_key, any_answer=True, is_text=is_text)
-    return read_dataset(data.data_path, names, data.split)
+    return ExampleSets(tokenizer, train, val, steps, tuple(notes), date or tokenizer.renderer.printed_date)
 
 
 def _examples(record: Record, tokenizer: PromptTokenizer, conversations: ConversationReader) -> list[Example]:

@@ -38,7 +38,7 @@ class Token:
     weighed: bool = False
     kept: bool = True
     truncation: float = 1.0
-    """What is left of the weight after its upper bound: bounded over unbounded weight."""
+    """The bounded over the unbounded weight."""
     outside: bool = False
     """The weight was changed by a bound, or a rule rejected the token or its sequence."""
 
@@ -307,11 +307,11 @@ def metrics(samples: Sequence[Sample], cfg, totals: Totals) -> dict[str, float]:
         return math.fsum(value(token) for sample in samples for token in sample.tokens) / totals.tokens
 
     every = [terms(sample, cfg, totals) for sample in samples]
-    own = [real(ratio) for sample in samples for ratio in ratios(sample, cfg)]
+    values = [real(ratio) for sample in samples for ratio in ratios(sample, cfg)]
     unclipped = cfg.disable_ppo_ratio or cfg.force_on_policy_ratio
     highs = [upper_clip(token, cfg) for sample in samples for token in sample.tokens]
-    pairs = zip(own, highs, strict=True)
-    clipped = own if unclipped else [clip(ratio, 1 - cfg.ratio_clip_min, high) for ratio, high in pairs]
+    pairs = zip(values, highs, strict=True)
+    clipped = values if unclipped else [clip(ratio, 1 - cfg.ratio_clip_min, high) for ratio, high in pairs]
 
     masked = {"off_policy_masked_ratio": sum(off_policy(sample, cfg) for sample in samples) / totals.sequences}
     masked = {} if cfg.off_policy_mask_threshold is None else masked
@@ -322,9 +322,9 @@ def metrics(samples: Sequence[Sample], cfg, totals: Totals) -> dict[str, float]:
 
     return {
         **{name: math.fsum(v for part in every for v in map(real, part[name])) for name in every[0]},
-        "probs_ratio": math.fsum(own) / totals.tokens,
-        "probs_ratio_min": min(own, default=math.inf),
-        "probs_ratio_max": max(own, default=-math.inf),
+        "probs_ratio": math.fsum(values) / totals.tokens,
+        "probs_ratio_min": min(values, default=math.inf),
+        "probs_ratio_max": max(values, default=-math.inf),
         "probs_ratio_clamped": math.fsum(clipped) / totals.tokens,
         "probs_ratio_clamped_min": min(clipped, default=math.inf),
         "probs_ratio_clamped_max": max(clipped, default=-math.inf),

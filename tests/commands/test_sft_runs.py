@@ -80,6 +80,19 @@ def test_sharpness_is_measured_and_changes_no_bit(words, whole, tmp_path):
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
 
 
+@pytest.mark.parametrize(("action", "status"), [("warn", 0), ("stop", BAD_INPUT), ("skip_step", BAD_INPUT)])
+def test_a_gate_on_the_sharpness_warns_or_stops(words, tmp_path, capsys, action, status):
+    gates = f"nemo_fp8rl.gates=[{{metric: sharpness, max: 0, action: {action}}}]"
+    period = "nemo_fp8rl.sharpness.period=3"
+    assert main(words(tmp_path / "run", *SHORT, "sft.max_num_steps=3", period, gates)) == status
+    said = capsys.readouterr()
+    if action == "skip_step":
+        assert "nemo_fp8rl.gates[0].action=skip_step: sft takes every step" in said.err
+        return
+    assert "step 3: sharpness is" in said.out + said.err
+    assert (tmp_path / f"run/checkpoints/step_{3 if action == 'warn' else 2}").is_dir()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_run_goes_on_to_the_same_bits(words, whole, tmp_path, how):
     command = [sys.executable, "-m", "nemo_fp8rl.cli", *words(tmp_path / "run", *SHORT)]

@@ -190,11 +190,11 @@ def test_the_date_is_that_of_the_runs_start_unless_the_recipe_says_it(recipe, fo
     date = datetime(2024, 12, 31, 23, 59)
     tokenizer = tokenizer_of(recipe, folder, date=date)
     assert seen(tokenizer, Record("1+2", "3")) == "3112+1+2"
-    assert tokenizer.renderer.date_is_printed
+    assert tokenizer.renderer.printed_date
     policy = recipe(f"policy.tokenizer.name={folder}", "policy.tokenizer.chat_template_kwargs={date: '01'}").policy
     tokenizer = PromptTokenizer(policy, date)
     assert seen(tokenizer, Record("1+2", "3")) == "01+1+2"
-    assert not tokenizer.renderer.date_is_printed
+    assert not tokenizer.renderer.printed_date
 
 
 def test_a_run_says_what_the_model_sees_and_what_is_odd_about_its_data(recipe, folder):

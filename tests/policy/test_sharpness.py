@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from scipy import optimize
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -56,7 +57,6 @@ def test_no_vertex_and_no_point_of_the_box_is_above_it(epsilon):
 
 @pytest.mark.parametrize("epsilon", EPSILONS)
 def test_l_bfgs_b_finds_the_same_maximum(epsilon):
-    optimize = pytest.importorskip("scipy.optimize")
     logits, targets = random_logits(6, V, seed=2)
     for row, target, value in zip(logits.double(), targets, sharpness(logits, targets, epsilon).tolist(), strict=True):
         sides = epsilon * (row.abs() + 1)

@@ -78,7 +78,7 @@ def test_states_are_those_of_fused_adam(mean, square, master, gradients):
 @pytest.mark.parametrize(("mean", "square"), [("fp8", "fp16"), ("fp16", "fp8")])
 @pytest.mark.parametrize("size", [0.0, 1e-41])
 def test_moments_of_zeros_stay_finite(mean, square, size):
-    """What FusedAdam does with them is why its class is changed; 1e-41 is what a piece without gradients decays to."""
+    """FusedAdam keeps NaN of such values, and its class here does not. A piece without gradients decays to 1e-41."""
     from nemo_fp8rl.policy.optimizer.fused_adam import FiniteFusedAdam, FusedAdam
 
     moments = {}

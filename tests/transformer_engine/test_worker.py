@@ -199,31 +199,28 @@ def test_states_of_few_bytes_move_to_the_host_and_go_on_to_the_bit(few_bytes, tm
         assert [step(worker, seed) for seed in (0, 1)] == losses_of_runs[0][1:]
 
 
-def test_states_of_few_bytes_go_on_between_cpu_and_gpu(few_bytes, tmp_path: Path):
-    with rank(few_bytes, gpu=False) as worker:
+def save_on_both(cfg, folder: Path) -> tuple[Path, Path]:
+    """Check that a CPU's checkpoint goes on here; return its optimizer's folder and that of its copy by this path."""
+    with rank(cfg, gpu=False) as worker:
         step(worker, 0)
-        worker.save(str(tmp_path / "saved"))
+        worker.save(str(folder / "saved"))
         expected = step(worker, 1)["loss"]
-    with rank(few_bytes, gpu=True) as worker:
-        worker.load(str(tmp_path / "saved"))
-        worker.save(str(tmp_path / "again"))
+    with rank(cfg, gpu=True) as worker:
+        worker.load(str(folder / "saved"))
+        worker.save(str(folder / "again"))
         assert step(worker, 1)["loss"] == expected
-    saved, again = (tmp_path / name / "optimizer" for name in ("saved", "again"))
+    return folder / "saved/optimizer", folder / "again/optimizer"
+
+
+def test_states_of_few_bytes_go_on_between_cpu_and_gpu(few_bytes, tmp_path: Path):
+    saved, again = save_on_both(few_bytes, tmp_path)
     assert (saved / "scales_0.json").read_text() == (again / "scales_0.json").read_text()
     tensors = load_file(saved / "rank_0.safetensors")
     assert all(torch.equal(t, tensors[name]) for name, t in load_file(again / "rank_0.safetensors").items())
 
 
 def test_a_checkpoint_of_the_emulation_goes_on_here(cfg, tmp_path: Path):
-    with rank(cfg, gpu=False) as worker:
-        step(worker, 0)
-        worker.save(str(tmp_path / "saved"))
-        expected = step(worker, 1)["loss"]
-    with rank(cfg, gpu=True) as worker:
-        worker.load(str(tmp_path / "saved"))
-        worker.save(str(tmp_path / "again"))
-        assert step(worker, 1)["loss"] == expected
-    saved, again = (tmp_path / name / "optimizer" for name in ("saved", "again"))
+    saved, again = save_on_both(cfg, tmp_path)
     assert (saved / "steps.json").read_text() == (again / "steps.json").read_text()
     tensors = load_file(saved / "rank_0.safetensors")
     assert any(name.endswith("exp_avg_sq") for name in tensors)

@@ -102,13 +102,11 @@ def count_blocks(values: int) -> int:
 class GradReduceDdp(DistributedDataParallel):
     """Megatron's DDP, which sums gradients as the recipe says.
 
-    choice:  a recipe's `distributed_data_parallel_config`
-    fp8:     nemo_fp8rl.grad_reduce is fp8
+    choice:      a recipe's `distributed_data_parallel_config`
+    fp8:         nemo_fp8rl.grad_reduce is fp8
+    sent_bytes:  bytes of gradients that this rank sent to other data-parallel ranks in the last `finish_grad_sync`: of
+                 a reduce-scatter the shards of the others, whichever way they go
     """
-
-    sent_bytes = 0
-    """Bytes of gradients that this rank sent to other data-parallel ranks in the last `finish_grad_sync`: of a
-    reduce-scatter the shards of the others, whichever way they go."""
 
     def __init__(
         self,
@@ -119,6 +117,7 @@ class GradReduceDdp(DistributedDataParallel):
         fp8: bool,
     ) -> None:
         super().__init__(config, ddp_config, module)
+        self.sent_bytes = self.bucket_count = 0
         self.reduce_scatter = self._add_in_megatron
         if choice.reduce_scatter_with_fp32_accumulation:
             self.reduce_scatter = self._add_in_float32

@@ -25,7 +25,7 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 """Megatron's dtype of a state by its name in a recipe; bytes stand for FP8."""
 LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, torch.uint8: 448.0}
-"""What the largest magnitude of a scaled state becomes."""
+"""The largest magnitude that a scaled state stores, by its dtype."""
 
 
 def choose_scale(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a rank chose for its machine, stored with the run."""
+"""The choices that a rank made for its machine, which are stored with the run."""
 
 import torch
 

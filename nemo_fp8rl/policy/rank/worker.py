@@ -75,7 +75,6 @@ class MegatronWorker:
 
     listener: socket.socket | None = None
     """The socket at which the ranks meet; rank 0 has it between `rendezvous` and `setup`."""
-    description: PolicyDescription | None = None
     has_borrowed_parameters = False
     """True while a push uses parameters that were offloaded before it and are offloaded again after it."""
 
@@ -92,7 +91,7 @@ class MegatronWorker:
         rendezvous:  (host, port) of rank 0's store; None for a single rank
         """
         self.cfg, self.rank, on_gpu = cfg, rank, self.on_gpu()
-        self.description = None  # a rank may be set up again
+        self.description: PolicyDescription | None = None
         device = torch.device("cuda" if on_gpu else "cpu")
         self.hf = read_hf_config(cfg.policy.model_name)
         if on_gpu:

@@ -1,4 +1,4 @@
-"""What the report says of spikes and of sharpness."""
+"""The report's sentences about spikes, and its charts of sharpness."""
 
 import json
 from pathlib import Path
