@@ -133,14 +133,15 @@ def test_a_run_diverges_where_its_loss_rises_or_is_not_finite(scripts):
 def test_a_stored_run_is_computed_once_for_the_same_arguments(scripts, tmp_path):
     run_all = scripts("stored_runs").run_all
 
-    def results(value: int) -> dict[str, dict[str, int]]:
-        return run_all(tmp_path, dict, {"a": ([("x", value)],), "b": ([("y", 2)],)}, 1, "runs")
+    def results(value: int) -> dict[tuple[str, int], dict[str, int]]:
+        return run_all(tmp_path, dict, {("a", 0): ([("x", value)],), ("b", 1): ([("y", 2)],)}, 1)
 
-    assert results(1) == {"a": {"x": 1}, "b": {"y": 2}}
-    record = json.loads((tmp_path / "a.json").read_text())
-    (tmp_path / "a.json").write_text(json.dumps(record | {"result": {"x": 7}}))
-    assert results(1)["a"] == {"x": 7}
-    assert results(3)["a"] == {"x": 3}
+    assert results(1) == {("a", 0): {"x": 1}, ("b", 1): {"y": 2}}
+    file = tmp_path / "a_0.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"result": {"x": 7}}))
+    assert results(1)["a", 0] == {"x": 7}
+    assert results(3)["a", 0] == {"x": 3}
 
 
 @pytest.mark.long
