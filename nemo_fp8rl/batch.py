@@ -79,6 +79,7 @@ class SequenceBatch:
     input_ids: Tensor  # int64 [B, T]
     input_lengths: Tensor  # int64 [B], without padding
     routed_experts: Tensor | None = None  # int [B, T, layers, top k], the engine's choice; -1 where it is unknown
+    prompt_lengths: Tensor | None = None  # int64 [B], tokens before the first generated one; None where it is unknown
 
     @property
     def num_rows(self) -> int:
@@ -201,6 +202,7 @@ def collate(
         input_ids=input_ids,
         input_lengths=torch.tensor([len(row) for row in rows]),
         routed_experts=pad_routes([completion.routed_experts for completion in completions], t),
+        prompt_lengths=torch.tensor([len(prompt.token_ids) for prompt in prompts]),
         token_mask=token_mask,
         sample_mask=torch.ones(b),
         generation_logprobs=generation_logprobs,

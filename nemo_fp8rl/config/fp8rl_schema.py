@@ -117,8 +117,8 @@ class Fp8RlConfig(Block):
     fp4: Fp4Config = field(default_factory=Fp4Config)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     kv: Literal["unified", "rollout"] = "unified"
-    """Attention of the trainer under an FP8 KV cache. unified: it reads what the cache (vllm_cfg.kv_cache_dtype) holds.
-    rollout: it keeps its own keys and values."""
+    """Attention of the trainer under an FP8 KV cache (vllm_cfg.kv_cache_dtype) or a window (vllm_cfg.kv_window).
+    unified: it reads what the cache holds. rollout: it has all its keys and values."""
     workers: Annotated[Literal["auto", "ours", "nemo_rl"], MAY_CHANGE] = "auto"
     """Trainer and engines of `nemo-fp8rl nemo`: ours or NeMo RL's, which need GPUs. auto takes NeMo RL's where there
     are GPUs and nothing is MXFP8 or NVFP4."""

@@ -9,6 +9,7 @@ from nemo_fp8rl.common.field_rules import (
     MAY_CHANGE,
     NEMO_RL,
     Block,
+    EarlierRuns,
     MayChange,
     NemoRl,
     NotBlank,
@@ -41,6 +42,10 @@ class VllmConfig(Block):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Format of the KV cache; auto follows policy.precision. fp8: E4M3 with one scale a layer for keys and one for
     values, calibrated at every refit."""
+    kv_window: Annotated[int | None, ABOVE_0, EarlierRuns(None)] = None
+    """Generated tokens that the KV cache keeps of an answer, besides the prompt (ours). A token sees the prompt and the
+    last kv_window generated tokens, itself among them; engines free the blocks between. null keeps all. The trainer
+    follows nemo_fp8rl.kv."""
     attention_backend: Annotated[str | None, NemoRl("policy.generation.vllm_kwargs.attention_backend")] = None
     """vLLM's attention backend (ours); null is its choice. An example is TRITON_ATTN; a CPU has CPU_ATTN only; with
     align=vllm on a GPU: FLASH_ATTN or null."""

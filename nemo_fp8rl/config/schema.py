@@ -37,6 +37,11 @@ class Config(Block):
         return self.policy.generation.vllm_cfg.kv_cache_dtype == "fp8"
 
     @property
+    def trainer_kv_window(self) -> int | None:
+        """Generated tokens that a token sees in the trainer; None for all."""
+        return self.policy.generation.vllm_cfg.kv_window if self.nemo_fp8rl.kv == "unified" else None
+
+    @property
     def updates_in_flight(self) -> bool:
         """True where engines take new weights between two tokens of an answer."""
         return self.grpo.async_grpo.enabled and self.grpo.async_grpo.in_flight_weight_updates

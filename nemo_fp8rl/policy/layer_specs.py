@@ -210,6 +210,7 @@ def block_spec(
     mismatches: Sequence[str] = (),
     flash_attention_3: bool = False,
     adapters: AdapterState | None = None,
+    kv_window: int | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the spec of the rank's decoder layers for this precision and alignment.
 
@@ -217,6 +218,7 @@ def block_spec(
                         kernels' names say why
     flash_attention_3:  with shared operations, take attention from FlashAttention 3
     adapters:           of the modules that the layout says to have one
+    kv_window:          see `CoreAttention`
     Raises:             UserError where only Transformer Engine has a layer that the recipe asks for
     """
     scale_format = choice.scale_format
@@ -226,7 +228,7 @@ def block_spec(
     rank_order = alignment == "shared_ops"
     has_te = torch.cuda.is_available() and choice.format is FP8  # other formats are emulated, on a GPU as well
     fp8_param = choice.fp8_param or (adapters is not None and not mismatches)  # a frozen base has no other values
-    attention = make_attention_class(classes.attention, rope, kv_cache)
+    attention = make_attention_class(classes.attention, rope, kv_cache, kv_window)
     if mismatches and choice.fp8_param:
         raise UserError(
             f"nemo_fp8rl.fp8_param: under nemo_fp8rl.align=vllm Transformer Engine's product has other bits than the "

@@ -43,10 +43,10 @@ def check(cfg: Config, has_rollouts: bool = True) -> None:
             "policy.generation.vllm_cfg.kv_cache_dtype=fp8 needs policy.precision=bfloat16, got float32: "
             "set kv_cache_dtype=auto"
         )
-    if cfg.nemo_fp8rl.kv == "rollout" and not cfg.fp8_kv_cache:
+    if cfg.nemo_fp8rl.kv == "rollout" and not cfg.fp8_kv_cache and vllm.kv_window is None:
         raise UserError(
-            "nemo_fp8rl.kv=rollout says what the trainer makes of an FP8 KV cache, and there is none: set "
-            "policy.generation.vllm_cfg.kv_cache_dtype=fp8, or leave nemo_fp8rl.kv out"
+            "nemo_fp8rl.kv=rollout says what the trainer makes of an FP8 KV cache or of a window, and there is none: "
+            "set policy.generation.vllm_cfg.kv_cache_dtype=fp8 or kv_window, or leave nemo_fp8rl.kv out"
         )
     if cfg.cluster.backend == "in_process" and (cfg.cluster.train_ranks, cfg.cluster.generation_engines) != (1, 1):
         raise UserError(

@@ -83,7 +83,14 @@ class AlignedAttention(CoreAttention):
 
     QUERY_BLOCK = 512
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
+    ) -> Tensor:
         s, b, heads, d = query.shape
         groups = key.size(2)
         cos, sin = self.rope.table(s, query.dtype, query.device)

@@ -24,24 +24,36 @@ class CoreAttention(MegatronModule):
     Megatron is built without position embedding, so this class applies the only one. Packed sequences are padded here
     and nowhere else, because only attention mixes tokens. Under context parallelism s and tokens are those of the rank.
 
+    With `kv_window` a query at position q sees the keys at k <= q with k < prompt length or q - k < kv_window, as the
+    engine's cache keeps them. Megatron passes the prompt lengths of a microbatch, int64 [b], as `attention_mask`.
+
     query:       [s, b, heads, d]; packed, [tokens, heads, d]
     key, value:  [s, b, groups, d]; packed, [tokens, groups, d]
     Returns:     [s, b, heads * d]; packed, [tokens, heads * d]
     """
 
     kernel_name = ""  # of a library, where the recipe chooses it
-    rope: Rope  # `make_attention_class` sets this and the next
+    rope: Rope  # `make_attention_class` sets this and the next two
     kv_cache: TrainerKvCache | None
+    kv_window: int | None
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
         self.layer = layer_number - 1
         self.scale = 1.0 / math.sqrt(config.kv_channels)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention of whole sequences at positions 0..s-1: [s, b, ...] -> [s, b, heads * d].
 
-        rows:  int64 [b], the numbers of these sequences if sequences are packed
+        rows:            int64 [b], the numbers of these sequences if sequences are packed
+        prompt_lengths:  int64 [b], with `kv_window`
         """
         raise NotImplementedError
 
@@ -55,32 +67,68 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> Tensor:
+        assert self.kv_window is None or attention_mask is not None, "Pipeline passes prompt lengths"
         group = parallel_state.get_context_parallel_group(check_initialized=False)
         if group is None or group.size() == 1:
-            return self._attend_sequences(query, key, value, packed_seq_params)
-        return to_tokens(self._attend_sequences(*to_heads(query, key, value, group), packed_seq_params), group)
+            return self._attend_sequences(query, key, value, packed_seq_params, attention_mask)
+        q, k, v = to_heads(query, key, value, group)
+        return to_tokens(self._attend_sequences(q, k, v, packed_seq_params, attention_mask), group)
 
-    def _attend_sequences(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None) -> Tensor:
+    def _attend_sequences(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedSequences | None,
+        prompt_lengths: Tensor | None,
+    ) -> Tensor:
         if packed is None:
-            return self.attend(query, key, value)
+            return self.attend(query, key, value, None, prompt_lengths)
         outputs = []
         for group in packed.length_groups:
             q, k, v = (group.pad(t) for t in (query, key, value))
-            outputs.append(self.attend(q, k, v, group.rows)[group.index])
+            prompts = None if prompt_lengths is None else prompt_lengths[group.rows]
+            outputs.append(self.attend(q, k, v, group.rows, prompts)[group.index])
         return torch.cat(outputs)[packed.order]
 
 
 class SdpaAttention(CoreAttention):
     """Attention by torch's SDPA without cuDNN's kernels."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
+    ) -> Tensor:
         query, key = self.rope.apply(query), self.rope.apply(key)
         if self.kv_cache is not None:
             key, value = self.kv_cache.read(self.layer, query, key, value, rows)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        mask = None
+        if self.kv_window is not None and prompt_lengths is not None:
+            mask = visible_keys(query.size(0), prompt_lengths, self.kv_window)[:, None]
         with _without_cudnn():
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            )
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+def visible_keys(length: int, prompt_lengths: Tensor, window: int) -> Tensor:
+    """Return which keys a query sees, bool [b, length, length], queries by keys.
+
+    length:          tokens of a sequence
+    prompt_lengths:  int64 [b]
+    window:          generated tokens that a token sees, itself among them
+    Source: vLLM's reference sliding window (v1/attention/ops/triton_attention_helpers.py)
+    """
+    position = torch.arange(length, device=prompt_lengths.device)
+    query, key = position[:, None], position
+    is_kept = (key < prompt_lengths[:, None, None]) | (query - key < window)
+    return is_kept & (key <= query)
 
 
 @contextmanager
@@ -100,6 +148,8 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def make_attention_class(kind: type[CoreAttention], rope: Rope, kv_cache: TrainerKvCache | None) -> type[CoreAttention]:
-    """Return a subclass of `kind` with this RoPE and cache, because Megatron builds attention from a class."""
-    return type(kind.__name__, (kind,), {"rope": rope, "kv_cache": kv_cache})
+def make_attention_class(
+    kind: type[CoreAttention], rope: Rope, kv_cache: TrainerKvCache | None, kv_window: int | None = None
+) -> type[CoreAttention]:
+    """Return a subclass of `kind` with this RoPE, cache and window: Megatron builds attention from a class."""
+    return type(kind.__name__, (kind,), {"rope": rope, "kv_cache": kv_cache, "kv_window": kv_window})

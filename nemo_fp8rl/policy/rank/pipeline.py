@@ -153,6 +153,7 @@ class Pipeline:
         """
         ids, routes = part.input_ids, part.routed_experts
         packed: dict[str, Any] = {}
+        prompt_lengths = part.prompt_lengths
         if tokens is None:
             inputs = F.pad(ids[:, :-1], (0, -(ids.size(1) - 1) % self.token_multiple))
             positions = torch.arange(inputs.size(1), device=ids.device).expand_as(inputs)
@@ -165,12 +166,14 @@ class Pipeline:
             )
             routes = None if routes is None else routes[tokens][None]
             lengths = F.pad(lengths, (0, 1)) if extra else lengths
+            if prompt_lengths is not None and extra:
+                prompt_lengths = F.pad(prompt_lengths, (0, 1), value=extra)
         if self.kv_cache is not None:
             self.kv_cache.set_lengths(lengths.to(self.device))
         if self.replay is not None:
             self.replay.start_microbatch(routes, inputs.size(1), self.policy.megatron_cfg.sequence_parallel)
         local = slice(*self.model.layout.context.span(inputs.size(1)))
-        return model(inputs[:, local], positions[:, local], None, **packed)
+        return model(inputs[:, local], positions[:, local], prompt_lengths, **packed)
 
     def _next_token_values(
         self,

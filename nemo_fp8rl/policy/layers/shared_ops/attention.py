@@ -85,7 +85,14 @@ class SharedAttention(CoreAttention):
 
     kernel: Kernel = staticmethod(attend_by_shared_kernel)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
+    ) -> Tensor:
         s, b, heads, d = query.shape
         cos, sin = self.rope.table(s, query.dtype, query.device)
         table, positions = torch.cat((cos, sin), -1).view(s, d), torch.arange(s, device=query.device).repeat(b)
