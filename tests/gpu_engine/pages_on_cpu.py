@@ -7,7 +7,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import nemo_fp8rl.generation.weights.worker_extension  # noqa: F401, it may register another backend, for FP8 caches
-from nemo_fp8rl.generation.fp8_method.shared_ops.attention import SharedAttention
+from nemo_fp8rl.generation.fp8_method.shared_ops.attention import PromptLengths, SharedAttention
 from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import is_aligned_engine
 
 UNALIGNED: Any = AttentionBackendEnum.CPU_ATTN.get_class()
@@ -28,14 +28,26 @@ class SharedCpuAttention(SharedAttention, CPUAttentionBackendImpl):
             cache[page, slot] = x[: len(is_token)][is_token]
 
 
+class PagesMetadataBuilder(PromptLengths, UNALIGNED.get_builder_cls()):  # type: ignore[misc]
+    pass
+
+
 class PagesBackend(CPUAttentionBackend):
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return UNALIGNED.customize_spec(spec)
+
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         return SharedCpuAttention if is_aligned_engine() else UNALIGNED.get_impl_cls()
 
     @staticmethod
     def get_builder_cls() -> Any:
-        return UNALIGNED.get_builder_cls()
+        return PagesMetadataBuilder if is_aligned_engine() else UNALIGNED.get_builder_cls()
 
 
 def register() -> None:

@@ -6,6 +6,9 @@ both as well. Queries stay in the model's dtype.
 
 A recipe may choose FlashAttention 3 (`ops.flash_attention`) to read the pages. With the plans of this backend it gets
 neither a schedule nor a number of splits nor a common prefix, all of which would depend on the batch.
+
+With a window of the KV cache (vLLM's reference sliding window) vLLM frees the pages between prompt and window, and the
+kernel reads none of them.
 """
 
 from typing import Any
@@ -14,10 +17,14 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
 
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import uses_flash_attention_3
+from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import kv_window, uses_flash_attention_3
 from nemo_fp8rl.ops.attention import attend
 from nemo_fp8rl.ops.flash_attention import attend_pages
 from nemo_fp8rl.ops.kv_pages import write_pages
@@ -33,6 +40,7 @@ class SharedAttention:
     scale: float
     has_fp8_cache: bool
     uses_flash_attention_3: bool
+    window: int | None
 
     def __init__(
         self,
@@ -64,7 +72,11 @@ class SharedAttention:
         shape = num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window
         super().__init__(*shape, kv_cache_dtype, logits_soft_cap, attn_type, *args, **kwargs)  # type: ignore[call-arg]
         self.has_fp8_cache, self.uses_flash_attention_3 = kv_cache_dtype in E4M3, uses_flash_attention_3()
-        self.supports_quant_query_input = False
+        self.supports_quant_query_input, self.window = False, kv_window()
+        if vllm_compat.has_kv_windows():
+            from nemo_fp8rl.generation.kv_window.spec import note_window
+
+            note_window()
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of keys and values, both [pages, page_size, groups, d]."""
@@ -98,19 +110,21 @@ class SharedAttention:
         """Write attention into `output` [tokens, heads, d]; keys and values are in the pages already.
 
         attn_metadata:  vLLM's, with num_actual_tokens, block_table, query_start_loc, seq_lens, and the largest numbers
-                        of a sequence, max_query_len and max_seq_len; None while vLLM measures memory
+                        of a sequence, max_query_len and max_seq_len, and with a window the prompts' lengths,
+                        rswa_prefix_lens; None while vLLM measures memory
         """
         if attn_metadata is None:
             return output.fill_(0)
         tokens, heads = attn_metadata.num_actual_tokens, query.size(1)
-        scales = (layer._k_scale, layer._v_scale) if self.has_fp8_cache else ()
+        scales = (layer._k_scale, layer._v_scale) if self.has_fp8_cache else (None, None)
+        kept = () if self.window is None else (attn_metadata.rswa_prefix_lens, self.window)
         sequences = attn_metadata.block_table, attn_metadata.query_start_loc, attn_metadata.seq_lens
         if self.uses_flash_attention_3:
             most = attn_metadata.max_query_len, attn_metadata.max_seq_len
             attend_pages(query[:tokens], *self.pages(kv_cache), *sequences, self.scale, output[:tokens], *most)
             return output
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
-        attend(query[:tokens], *self.pages(kv_cache), *sequences, self.scale, output[:tokens], lse, *scales)
+        attend(query[:tokens], *self.pages(kv_cache), *sequences, self.scale, output[:tokens], lse, *scales, *kept)
         return output
 
 
@@ -119,8 +133,51 @@ class SharedTritonAttention(SharedAttention, TritonAttentionImpl):
         return False
 
 
+class PromptLengths:
+    """A mixin before a metadata builder of vLLM: with a window, metadata have the prompts' lengths, `rswa_prefix_lens`.
+
+    They are in one tensor, which CUDA graphs read, and which is filled anew for each batch. vLLM 0.32 gives no lengths
+    while it captures graphs, and none for the sequences by which it fills a graph's batch up; 1 stands for those.
+    """
+
+    prompt_lengths: Tensor | None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        self.prompt_lengths = None
+        if getattr(vllm_config.model_config, "rswa_window", None) is not None:
+            sequences = vllm_config.scheduler_config.max_num_seqs
+            self.prompt_lengths = torch.ones(sequences, dtype=torch.int32, device=device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common, vllm_build = common_attn_metadata, super().build  # type: ignore[misc]
+        if self.prompt_lengths is None:
+            return vllm_build(common_prefix_len, common, fast_build)
+        metadata = vllm_build(common_prefix_len, common.replace(rswa_prefix_lens=None), fast_build)
+        lengths, given = self.prompt_lengths[: common.num_reqs].fill_(1), common.rswa_prefix_lens
+        if given is not None:
+            given = given[: len(lengths)]
+            lengths[: len(given)].copy_(given.clamp(min=1))
+        metadata.rswa_prefix_lens = lengths
+        return metadata
+
+
+class SharedMetadataBuilder(PromptLengths, TritonAttentionMetadataBuilder):
+    pass
+
+
 class SharedAttentionBackend(TritonAttentionBackend):
     """vLLM's backend for Triton with our kernel; an engine asks for it by attention_backend=CUSTOM."""
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        from nemo_fp8rl.generation.kv_window.spec import windowed  # vLLM 0.25 has neither specs of windows nor calls
+
+        return windowed(super().customize_spec(spec))
 
     @staticmethod
     def get_name() -> str:
@@ -129,3 +186,7 @@ class SharedAttentionBackend(TritonAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:
         return SharedTritonAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return SharedMetadataBuilder
