@@ -94,7 +94,8 @@ class VllmEngine:
         if self.in_flight:
             vllm_compat.check_updates_in_flight()
         vllm_cfg = cfg.policy.generation.vllm_cfg
-        self.max_model_len, self.is_in_driver_process = vllm_cfg.max_model_len, cfg.cluster.backend == "in_process"
+        self.max_model_len, self.has_window = vllm_cfg.max_model_len, vllm_cfg.kv_window is not None
+        self.is_in_driver_process = cfg.cluster.backend == "in_process"
         arguments = engine_arguments(cfg, load_format)
         self.has_no_tokenizer = arguments["skip_tokenizer_init"]
         try:
@@ -197,7 +198,9 @@ class VllmEngine:
         params = [self._sampling_params(sampling, len(prompts[i]), seeds[i]) for i in fitting]
         # keys of older weights stay in the cache, for the answers in progress alone
         salt = f"version {version}" if self.in_flight and not self.recomputes else ""
-        requests = [Request(prompts[i], of_prompt, salt) for i, of_prompt in zip(fitting, params, strict=True)]
+        # with a window the keys of generated tokens depend on the length of the prompt
+        salts = [f"{salt} prompt of {len(prompts[i])}" if self.has_window else salt for i in fitting]
+        requests = [Request(prompts[i], *rest) for i, *rest in zip(fitting, params, salts, strict=True)]
         outputs: Iterable[tuple[int, Any]] = ((fitting[at], output) for at, output in core.stream(requests))
         empty = Completion((), (), "length", version)
         for i in sorted({*range(len(prompts))} - {*fitting}):

@@ -46,6 +46,8 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
     if eager is None:
         eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales(backend))
     overrides: dict[str, Any] = {"architectures": [hf.family.architecture]}  # vLLM goes by it, and it may be left out
+    if vllm_cfg.kv_window is not None:
+        overrides["rswa_window"] = vllm_cfg.kv_window
     adapters = read_adapters(hf, cfg.policy.megatron_cfg.peft)
     if fp8_layers or is_aligned or adapters:
         overrides["quantization_config"] = quantization_config(

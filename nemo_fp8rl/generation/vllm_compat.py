@@ -55,6 +55,16 @@ def check_updates_in_flight() -> None:
         )
 
 
+def has_kv_windows() -> bool:
+    """True where the installed vLLM can free blocks between a prompt and a window, and tell attention of them."""
+    from vllm.config import ModelConfig
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.attention.backend import AttentionBackend
+
+    needs = (kv_cache_interface, "RSWASpec"), (AttentionBackend, "customize_spec"), (ModelConfig, "rswa_window")
+    return all(hasattr(place, name) for place, name in needs)
+
+
 def is_routing_by_experts() -> bool:
     """True where the method that computes experts also chooses them: with vLLM 0.25 on a CPU."""
     return vllm_version() == OLDER

@@ -39,7 +39,11 @@ Tag = Literal["weights", "kv_cache"]
 """vLLM's names of the two kinds of memory that sleep."""
 
 # vLLM imports this module in every process of our engines, before the model is built.
-if not can_vllm_read_fp8_cache():
+if current_platform.is_cpu() and vllm_compat.has_kv_windows():
+    from nemo_fp8rl.generation.kv_window.on_cpu import register_windows
+
+    register_windows()
+elif not can_vllm_read_fp8_cache():
     from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_cache import emulate_fp8_caches
 
     emulate_fp8_caches()
