@@ -198,7 +198,8 @@ def attention(
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.zeros(q.size(1), q.size(0), dtype=torch.float32, device=q.device)
-    attend(q, k_cache, v_cache, block_table, query_starts, lengths, scale, out, lse, k_scale, v_scale, prompt_lengths, window)
+    further = k_scale, v_scale, prompt_lengths, window
+    attend(q, k_cache, v_cache, block_table, query_starts, lengths, scale, out, lse, *further)
     return out, lse
 
 

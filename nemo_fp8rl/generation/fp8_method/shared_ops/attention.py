@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import kv_window, uses_flash_attention_3
+from nemo_fp8rl.generation.kv_window.prompt_lengths import PromptLengths
 from nemo_fp8rl.ops.attention import attend
 from nemo_fp8rl.ops.flash_attention import attend_pages
 from nemo_fp8rl.ops.kv_pages import write_pages
@@ -74,9 +75,9 @@ class SharedAttention:
         self.has_fp8_cache, self.uses_flash_attention_3 = kv_cache_dtype in E4M3, uses_flash_attention_3()
         self.supports_quant_query_input, self.window = False, kv_window()
         if vllm_compat.has_kv_windows():
-            from nemo_fp8rl.generation.kv_window.spec import note_window
+            from nemo_fp8rl.generation.kv_window.spec import ModelInConstruction
 
-            note_window()
+            ModelInConstruction.note()
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of keys and values, both [pages, page_size, groups, d]."""
@@ -133,37 +134,8 @@ class SharedTritonAttention(SharedAttention, TritonAttentionImpl):
         return False
 
 
-class PromptLengths:
-    """A mixin before a metadata builder of vLLM: with a window, metadata have the prompts' lengths, `rswa_prefix_lens`.
-
-    They are in one tensor, which CUDA graphs read, and which is filled anew for each batch. vLLM 0.32 gives no lengths
-    while it captures graphs, and none for the sequences by which it fills a graph's batch up; 1 stands for those.
-    """
-
-    prompt_lengths: Tensor | None
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        self.prompt_lengths = None
-        if getattr(vllm_config.model_config, "rswa_window", None) is not None:
-            sequences = vllm_config.scheduler_config.max_num_seqs
-            self.prompt_lengths = torch.ones(sequences, dtype=torch.int32, device=device)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        common, vllm_build = common_attn_metadata, super().build  # type: ignore[misc]
-        if self.prompt_lengths is None:
-            return vllm_build(common_prefix_len, common, fast_build)
-        metadata = vllm_build(common_prefix_len, common.replace(rswa_prefix_lens=None), fast_build)
-        lengths, given = self.prompt_lengths[: common.num_reqs].fill_(1), common.rswa_prefix_lens
-        if given is not None:
-            given = given[: len(lengths)]
-            lengths[: len(given)].copy_(given.clamp(min=1))
-        metadata.rswa_prefix_lens = lengths
-        return metadata
-
-
 class SharedMetadataBuilder(PromptLengths, TritonAttentionMetadataBuilder):
-    pass
+    """vLLM's, which puts the prompts' lengths into memory that CUDA graphs read."""
 
 
 class SharedAttentionBackend(TritonAttentionBackend):
