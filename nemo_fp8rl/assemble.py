@@ -90,12 +90,14 @@ def refit_or_stop(bridge: RefitBridge, resume_hint: str = "continue with --resum
 def explained_by(cfg: Config, experts: bool, aligned: bool, asynchronous: bool = False) -> float:
     """Return the mismatch above which a step is alarming, infinite where the recipe wants no alarm.
 
+    It is infinite, too, where the engine alone has a window, because no bound says how much the tokens between matter.
+
     experts:       the model is a mixture of experts
     aligned:       the trainer rounds as vLLM does
     asynchronous:  engines generate from older weights
     """
     choice = cfg.nemo_fp8rl
-    if choice.mismatch_alarm == "none":
+    if choice.mismatch_alarm == "none" or cfg.policy.generation.vllm_cfg.kv_window != cfg.trainer_kv_window:
         return math.inf
     return explained_mismatch(
         choice.flow,

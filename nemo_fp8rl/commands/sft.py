@@ -210,10 +210,11 @@ def _move_up(folder: Path) -> None:
 def _without_engine(cfg: Config) -> Config:
     """Return the recipe for a trainer alone: no reference policy, no KV cache, no noise, one seed, plain sampling.
 
-    The loss is that of the model's unchanged distribution, without temperature, top_p and top_k.
+    The loss is that of the model's unchanged distribution, without temperature, top_p and top_k. A token sees its whole
+    sequence: an example may have several answers, or none, so a window has no place to start.
     """
     generation = cfg.policy.generation
-    vllm_cfg = replace(generation.vllm_cfg, kv_cache_dtype="auto")
+    vllm_cfg = replace(generation.vllm_cfg, kv_cache_dtype="auto", kv_window=None)
     generation = replace(generation, temperature=1.0, top_p=1.0, top_k=None, vllm_cfg=vllm_cfg)
     return replace(
         cfg,

@@ -352,10 +352,13 @@ def _adapters(peft: PeftConfig) -> str:
 
 
 def _kv_cache(cfg: Config) -> str:
-    if not cfg.fp8_kv_cache:
-        return cfg.policy.precision
+    window = cfg.policy.generation.vllm_cfg.kv_window
+    values = "FP8, calibrated pow2 scales" if cfg.fp8_kv_cache else str(cfg.policy.precision)
+    kept = "" if window is None else f", the prompt and {window} generated tokens"
+    if not cfg.fp8_kv_cache and window is None:
+        return values
     trainer = {"unified": "read by the trainer", "rollout": "not read by the trainer"}
-    return f"FP8, calibrated pow2 scales, {trainer[cfg.nemo_fp8rl.kv]}"
+    return f"{values}{kept}, {trainer[cfg.nemo_fp8rl.kv]}"
 
 
 def _version(package: str) -> str | None:

@@ -15,6 +15,7 @@ ModuleSpec; in float32 they equal the standard formulas. The rounding points are
     truncation      on a CPU without AVX-512 BF16 the roundings of RoPE and of attention's output truncate
                     (`vllm_cpu_rounding.truncates`)
     FP8 KV cache    keys after RoPE, and values, are rounded as in the engine's cache (`fp8.cast_through_cache`)
+    KV window       sums skip the keys that a query does not see: the engine's kernel gets the others as one sequence
 """
 
 import math
@@ -25,7 +26,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.policy.layers.attention import CoreAttention
+from nemo_fp8rl.policy.layers.attention import CoreAttention, hidden_keys, visible_keys
 from nemo_fp8rl.policy.on_cpu.amx_matmul import tile_product
 from nemo_fp8rl.policy.on_cpu.avx_attention import attention_in_kernel_order
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import (
@@ -92,7 +93,9 @@ class AlignedAttention(CoreAttention):
         prompt_lengths: Tensor | None = None,
     ) -> Tensor:
         s, b, heads, d = query.shape
-        groups = key.size(2)
+        groups, hidden = key.size(2), None
+        if self.kv_window is not None and prompt_lengths is not None:
+            hidden = hidden_keys(s, prompt_lengths, self.kv_window)
         cos, sin = self.rope.table(s, query.dtype, query.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         round_weights, smallest = rounds_probabilities(query.dtype, d), None
@@ -104,28 +107,36 @@ class AlignedAttention(CoreAttention):
         v = value.float().permute(1, 2, 0, 3).unsqueeze(2)  # [b, groups, 1, s, d]
         out = None
         if sums_in_order(query.dtype) and not round_weights:
-            out = attention_in_kernel_order(q, k, v, self.scale, scales_scores(self.kv_cache is not None))
+            out = attention_in_kernel_order(q, k, v, self.scale, scales_scores(self.kv_cache is not None), hidden)
         if out is None or torch.is_grad_enabled():
-            product = self._attend_in_blocks(q, k, v, round_weights, smallest)
+            product = self._attend_in_blocks(q, k, v, round_weights, smallest, hidden)
             out = product if out is None else out + (product - product.detach())  # adds the gradient, not the value
         return round_as_kernel(out.permute(3, 0, 1, 2, 4).reshape(s, b, heads * d), query.dtype)
 
-    def _attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, round_weights: bool, smallest: float | None) -> Tensor:
-        """Return the shape of q, [b, groups, heads per group, s, d]; k and v as in `attend`."""
+    def _attend_in_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, round_weights: bool, smallest: float | None, hidden: Tensor | None
+    ) -> Tensor:
+        """Return the shape of q, [b, groups, heads per group, s, d]; k and v as there; hidden of `hidden_keys`."""
         outputs, s = [], q.size(-2)
         for start in range(0, s, self.QUERY_BLOCK):
-            block = q[..., start : start + self.QUERY_BLOCK, :]
-            future = torch.ones(block.size(-2), s, dtype=torch.bool).triu(start + 1)
-            scores = ((block @ k) * self.scale).masked_fill(future, -math.inf)
-            outputs.append(weigh_values(scores, v, round_weights, smallest))
+            queries = slice(start, min(start + self.QUERY_BLOCK, s))
+            if hidden is None:
+                gaps, unseen = None, torch.ones(queries.stop - start, s, dtype=torch.bool).triu(start + 1)
+            else:
+                gaps, unseen = hidden[:, queries], ~visible_keys(hidden, queries)[:, None, None]
+            scores = ((q[..., queries, :] @ k) * self.scale).masked_fill(unseen, -math.inf)
+            outputs.append(weigh_values(scores, v, round_weights, smallest, gaps))
         return torch.cat(outputs, -2)
 
 
-def weigh_values(scores: Tensor, v: Tensor, round_weights: bool, smallest: float | None = None) -> Tensor:
+def weigh_values(
+    scores: Tensor, v: Tensor, round_weights: bool, smallest: float | None = None, hidden: Tensor | None = None
+) -> Tensor:
     """Return softmax(scores) @ v, float32, with the gradient of the product without rounding (straight through).
 
     round_weights:  see `rounds_probabilities`
     smallest:       see `tile_product`; it takes effect only with round_weights
+    hidden:         of `hidden_keys`, for these queries; their scores are -inf
     """
     if not round_weights:
         return scores.softmax(-1) @ v
@@ -133,7 +144,8 @@ def weigh_values(scores: Tensor, v: Tensor, round_weights: bool, smallest: float
     multiplied = exps + (exps.bfloat16().float() - exps).detach()
     product = multiplied @ v
     if smallest is not None:
-        product = product + (tile_product(multiplied.detach(), v.detach(), smallest) - product).detach()
+        gaps = None if hidden is None else hidden[:, None, None]
+        product = product + (tile_product(multiplied.detach(), v.detach(), smallest, gaps) - product).detach()
     return product / exps.sum(-1, keepdim=True)
 
 

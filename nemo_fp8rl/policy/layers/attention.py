@@ -109,7 +109,7 @@ class SdpaAttention(CoreAttention):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         mask = None
         if self.kv_window is not None and prompt_lengths is not None:
-            mask = visible_keys(query.size(0), prompt_lengths, self.kv_window)[:, None]
+            mask = visible_keys(hidden_keys(query.size(0), prompt_lengths, self.kv_window))[:, None]
         with _without_cudnn():
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
@@ -117,8 +117,10 @@ class SdpaAttention(CoreAttention):
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
-def visible_keys(length: int, prompt_lengths: Tensor, window: int) -> Tensor:
-    """Return which keys a query sees, bool [b, length, length], queries by keys.
+def hidden_keys(length: int, prompt_lengths: Tensor, window: int) -> Tensor:
+    """Return the keys before a query that it does not see, int64 [b, length, 2]: the first, and the one after the last.
+
+    Both are equal where a query sees all keys before it.
 
     length:          tokens of a sequence
     prompt_lengths:  int64 [b]
@@ -126,9 +128,19 @@ def visible_keys(length: int, prompt_lengths: Tensor, window: int) -> Tensor:
     Source: vLLM's reference sliding window (v1/attention/ops/triton_attention_helpers.py)
     """
     position = torch.arange(length, device=prompt_lengths.device)
-    query, key = position[:, None], position
-    is_kept = (key < prompt_lengths[:, None, None]) | (query - key < window)
-    return is_kept & (key <= query)
+    first = prompt_lengths[:, None].expand(-1, length)
+    return torch.stack((first, torch.maximum(first, position + 1 - window)), -1)
+
+
+def visible_keys(hidden: Tensor, queries: slice = slice(None)) -> Tensor:
+    """Return which keys a query sees, bool [b, queries, length].
+
+    hidden:   of `hidden_keys`, [b, length, 2]
+    queries:  rows to compute
+    """
+    key = torch.arange(hidden.size(1), device=hidden.device)
+    first, end = hidden[:, queries].unsqueeze(-2).unbind(-1)
+    return ((key < first) | (key >= end)) & (key <= key[queries, None])
 
 
 @contextmanager

@@ -10,17 +10,22 @@ f32 = np.float32
 
 
 @jit
-def add_up(a, b, smallest, out):
-    """Add a [batch, M, K] @ b [batch, K, N] to out [batch, M, N], which must be zeros; all float32."""
+def add_up(a, b, hidden, smallest, out):
+    """Add a [batch, M, K] @ b [batch, K, N] to out [batch, M, N], which must be zeros; all float32.
+
+    hidden:  int64 [batch, M, 2], the first term that a row leaves out, and the one after the last of them
+    """
     sums = np.empty((2, out.shape[2]), f32)  # sums of even and of odd products
     for i in range(out.shape[0]):
         for m in range(out.shape[1]):
-            row, total = a[i, m], out[i, m]
-            for start in range(0, len(row), DEPTH):
+            row, total, first, end = a[i, m], out[i, m], hidden[i, m, 0], hidden[i, m, 1]
+            terms = len(row) - (end - first)
+            for start in range(0, terms, DEPTH):
                 sums[:] = f32(0)
-                for k in range(start, min(start + DEPTH, len(row))):
+                for term in range(start, min(start + DEPTH, terms)):
+                    k = term if term < first else term + end - first
                     if row[k] != f32(0):  # masked keys have 0
-                        factor, partial, values = row[k], sums[k % 2], b[i, k]
+                        factor, partial, values = row[k], sums[term % 2], b[i, k]
                         for n in range(len(partial)):
                             added = f32(partial[n] + f32(factor * values[n]))
                             partial[n] = f32(0) if abs(added) < smallest else added

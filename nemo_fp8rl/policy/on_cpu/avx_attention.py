@@ -20,13 +20,20 @@ THREAD_PRODUCTS = 1 << 24
 
 
 def attention_in_kernel_order(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, scale_scores: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    scale_scores: bool = False,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention without a gradient; the result has the shape of query. All tensors are float32.
 
     query:         [b, groups, heads per group, s, d]
     key, value:    [b, groups, 1, d, s] and [b, groups, 1, s, d]
     scale_scores:  True scales the scores, False the queries
+    hidden:        int64 [b, s, 2], the first key that a query does not see, and the one after the last of them; sums
+                   are those over the other keys alone. None where a query sees all keys before it
     """
     from nemo_fp8rl.policy.on_cpu.avx_attention_loops import attend  # compiled at the first call on a machine
 
@@ -34,11 +41,13 @@ def attention_in_kernel_order(
     query_scale, score_scale = (1.0, scale) if scale_scores else (scale, 1.0)
     tensors = (query.detach() * query_scale).flatten(0, 1), key.detach().flatten(0, 2), value.detach().flatten(0, 2)
     q, k, v = (tensor.contiguous().numpy() for tensor in tensors)
-    result = out.flatten(0, 1).numpy()
+    result, (b, groups, _, s, _) = out.flatten(0, 1).numpy(), query.shape
+    gaps = np.zeros((b, s, 2), np.int64) if hidden is None else hidden.numpy()
 
     def work(first: int, end: int) -> None:
         part = slice(first, end)
-        attend(q[part], k[part], v[part], np.float32(score_scale), result[part], fused)
+        sequences = np.arange(first, end) // groups
+        attend(q[part], k[part], v[part], gaps[sequences], np.float32(score_scale), result[part], fused)
 
     run_in_threads(work, len(q), min(torch.get_num_threads(), q.size * q.shape[-2] // THREAD_PRODUCTS))
     return out

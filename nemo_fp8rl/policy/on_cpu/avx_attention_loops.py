@@ -27,11 +27,12 @@ def multiply_add(typingctx, a, b, c):
 
 
 @jit
-def attend(query, key, value, scale, out, fused):
-    """Write causal attention into out, which has the shape of query; all float32.
+def attend(query, key, value, hidden, scale, out, fused):
+    """Write causal attention into out, which has the shape of query; all float32 but `hidden`.
 
     query:       [n, heads, s, d]
     key, value:  [n, d, s] and [n, s, d]
+    hidden:      int64 [n, s, 2], the first key that a query does not see, and the one after the last of them
     scale:       multiplies scores
     """
     n, heads, s, d = query.shape
@@ -39,16 +40,19 @@ def attend(query, key, value, scale, out, fused):
     for i in range(n):
         for h in range(heads):
             for row in range(s):
-                weights, result = scores[: row + 1], out[i, h, row]
+                first, end = min(hidden[i, row, 0], row + 1), min(hidden[i, row, 1], row + 1)
+                # the order of sums counts the keys that are there, as the kernel's, which gets no others
+                weights, result = scores[: first + row + 1 - end], out[i, h, row]
                 weights[:] = f32(0)
                 for c in range(d):
-                    add_multiple(query[i, h, row, c], key[i, c], weights, fused)
+                    add_multiple(query[i, h, row, c], key[i, c, :first], weights[:first], fused)
+                    add_multiple(query[i, h, row, c], key[i, c, end:], weights[first:], fused)
                 for j in range(len(weights)):
                     weights[j] *= scale
                 exponentials(weights, weights.max(), fused)
                 result[:] = f32(0)
                 for j in range(len(weights)):
-                    add_multiple(weights[j], value[i, j], result, fused)
+                    add_multiple(weights[j], value[i, j if j < first else j + end - first], result, fused)
                 share = f32(1) / sum_weights(weights, fused)
                 for c in range(d):
                     result[c] *= share

@@ -55,6 +55,7 @@ class Pipeline:
     """The pipeline stage of this rank.
 
     ddp:             `model`, wrapped for data parallelism
+    kv_window:       see `CoreAttention`
     token_multiple:  the tokens of a microbatch are padded to a multiple of this number
     alignment:       with any, tensor-parallel ranks compute the softmax of a token as a single rank, and so the engine
     """
@@ -64,6 +65,7 @@ class Pipeline:
     model: PolicyModel
     kv_cache: TrainerKvCache | None
     replay: RoutingReplay | None
+    kv_window: int | None
     device: torch.device
     token_multiple: int
     alignment: Alignment
@@ -84,8 +86,14 @@ class Pipeline:
                         `finish` then also gets the unfiltered log-probs where the rows have a reference policy, whose
                         KL needs them
         epsilon:        measure the sharpness of each token with it; None measures nothing
+        Raises:         ValueError for a batch without the lengths of prompts, which a window needs
         """
         generation = self.policy.generation
+        if self.kv_window is not None and batch.prompt_lengths is None:
+            raise ValueError(
+                f"prompt_lengths is None, and attention has a window of {self.kv_window} generated tokens "
+                "(policy.generation.vllm_cfg.kv_window): give the batch the tokens of each row's prompt, int64 [B]"
+            )
         token_filter = TokenFilter(generation.top_k, generation.top_p) if filter_tokens else None
         row_groups = self.microbatches(batch, training)
         dynamic = self.policy.dynamic_batching

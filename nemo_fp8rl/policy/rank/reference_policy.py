@@ -17,7 +17,8 @@ from nemo_fp8rl.policy.weights.rank_weights import RankWeights
 class ReferencePolicy:
     """The first weights of a rank, kept on the host; with adapters they are the base, which is there.
 
-    Neither the engine's choice of experts nor its FP8 cache has a part in it, because both follow the policy.
+    Neither the engine's choice of experts nor its FP8 cache has a part in it, because both follow the policy. A KV
+    window has: it says what a token sees, and the KL term compares two policies of one context.
 
     adapters:  None without
     kv_cache:  None without an FP8 cache
@@ -43,7 +44,9 @@ class ReferencePolicy:
 
         compute:  computes them with the weights that the rank then has
         """
-        tokens = SequenceBatch(input_ids=batch.input_ids, input_lengths=batch.input_lengths)
+        tokens = SequenceBatch(
+            input_ids=batch.input_ids, input_lengths=batch.input_lengths, prompt_lengths=batch.prompt_lengths
+        )
         with self._cache_in_full_precision(), self._base_alone() if self.adapters else self._first_weights():
             return compute(tokens)
 

@@ -132,7 +132,15 @@ class MegatronWorker:
         token_multiple = token_parts * FP8_TOKENS if on_gpu and token_parts > 1 else token_parts
         token_multiple *= layout.context.size
         self.pipeline = Pipeline(
-            cfg.policy, self.ddp, self.model, self.kv_cache, replay, device, token_multiple, alignment
+            cfg.policy,
+            self.ddp,
+            self.model,
+            self.kv_cache,
+            replay,
+            cfg.trainer_kv_window,
+            device,
+            token_multiple,
+            alignment,
         )
         self.reference = ReferencePolicy(cfg, self.rank_weights, self.offload, self.model.adapters, self.kv_cache)
         is_first = layout.tensor.rank == layout.context.rank == 0
