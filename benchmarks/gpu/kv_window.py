@@ -40,7 +40,7 @@ def measure_attention(report: Report) -> None:
     import torch.nn.functional as F
 
     from nemo_fp8rl.ops.attention import attention
-    from nemo_fp8rl.policy.layers.attention import visible_keys
+    from nemo_fp8rl.policy.layers.attention import hidden_keys, visible_keys
     from nemo_fp8rl.policy.layers.shared_ops.attention import SequenceAttention, attend_by_shared_kernel
     from nemo_fp8rl.policy.layers.shared_ops.attention_gradients import KvWindow
 
@@ -91,7 +91,7 @@ def measure_attention(report: Report) -> None:
     outs = {n: SequenceAttention.apply(attend_by_shared_kernel, *leaves, 1, scale, None, w) for n, w in kept.items()}
     found = torch.autograd.grad(outs["window"], leaves, grad, retain_graph=True)
     by_head = [t.float().transpose(0, 1)[None] for t in leaves]
-    mask = visible_keys(LENGTH, prompts, WINDOW)[:, None]
+    mask = visible_keys(hidden_keys(LENGTH, prompts, WINDOW))[:, None]
     masked = F.scaled_dot_product_attention(*by_head, mask, enable_gqa=True)[0].transpose(0, 1)
     exact = torch.autograd.grad(masked, leaves, grad.float())
     errors = [relative_error(got, wanted) for got, wanted in zip(found, exact, strict=True)]
@@ -175,7 +175,7 @@ def rollout(folder: Path, align: str, backend: str | None, window: int | None) -
 
     generate(1)
     time = seconds(lambda: generate(COUNT))
-    cache = engine.core.llm.llm_engine.vllm_config.cache_config  # type: ignore[attr-defined]
+    cache = engine.core.llm.vllm_config.cache_config  # type: ignore[attr-defined]
     dense = -(-(ROLLOUT_PROMPT + ANSWER) // cache.block_size)
     peak, kept, of_all = engine.take_block_counts() if window is not None else (dense, dense, dense)
     engine.shutdown()

@@ -110,3 +110,33 @@ def test_every_token_has_the_engines_log_prob_before_and_after_refits(pair):
         check(pair, batch)
     finally:
         pipeline.policy = policy
+
+
+@pytest.mark.long
+def test_pages_that_the_engine_frees_do_no_harm(tmp_path, monkeypatch):
+    """Blocks of 32 tokens, so that answers of a few of them have some freed; the trainer never had any."""
+    if not vllm_compat.has_kv_windows():
+        pytest.skip("the installed vLLM has no windows")
+    from nemo_fp8rl.generation import engine
+    from nemo_fp8rl.generation.kv_window.spec import take_block_counts
+
+    make_tiny(tmp_path / "tiny", "add", 0, "qwen3")
+    tokens, folder, real = 100, tmp_path / "tiny", engine.engine_arguments
+    monkeypatch.setattr(engine, "engine_arguments", lambda *a: real(*a) | {"block_size": 32})
+    monkeypatch.setattr(alignment, "has_gpu", lambda: True)
+    paths = (f"policy.model_name={folder}/model", f"data.train.data_path={folder}/data.jsonl")
+    keys = ("nemo_fp8rl.flow=bf16", "nemo_fp8rl.align=vllm", "policy.generation.vllm_cfg.kv_window=20")
+    lengths = f"policy.max_total_sequence_length={tokens + 10}", f"policy.generation.max_new_tokens={tokens}"
+    pair = Pair(load(RECIPES / "tiny_cpu.yaml", [*SMALL, *paths, *keys, *lengths]))
+    try:
+        pair.prompts = pair.prompts[:1]
+        pair.refit()
+        take_block_counts()
+        batch = pair.samples(replace(SAMPLING, max_new_tokens=tokens))
+        peak, kept, dense = take_block_counts()
+        assert batch.token_mask.sum(1).max() > 90
+        assert peak < -(-(int(batch.input_lengths.max())) // 32)
+        assert kept < dense
+        check(pair, batch)
+    finally:
+        pair.close()

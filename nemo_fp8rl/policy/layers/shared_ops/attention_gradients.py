@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.policy.layers.attention import visible_keys
+from nemo_fp8rl.policy.layers.attention import hidden_keys, visible_keys
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -109,7 +109,7 @@ def on_cpu(
     tensors = [t.unflatten(0, (sequences, -1)).transpose(1, 2).float() for t in (grad, q, k, v, out)]
     by_sequence, mask = lse.unflatten(1, (sequences, -1)).transpose(0, 1), None
     if window is not None:
-        is_seen = visible_keys(len(q) // sequences, *window)[:, None]
+        is_seen = visible_keys(hidden_keys(len(q) // sequences, *window))[:, None]
         mask = torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, by_sequence, 0.0, mask is None, attn_mask=mask, scale=scale
