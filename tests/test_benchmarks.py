@@ -42,6 +42,7 @@ ON_ONE_GPU = {
     "align": ["--dry-run", "--json", "{}/figures.json"],
     "bits": ["--dry-run", "--json", "{}/figures.json"],
     "formats": ["--dry-run", "--json", "{}/figures.json"],
+    "kv_window": ["--dry-run", "--json", "{}/figures.json"],
     "lora": ["--bases", "fp8_e2e", "--dry-run", "--json", "{}/figures.json"],
     "nemo_rl": ["--dry-run", "--json", "{}/figures.json"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],

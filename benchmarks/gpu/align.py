@@ -105,11 +105,14 @@ class Measurement:
             *(SMALLEST if self.dry_run else ()),
         ]
 
-    def loop(self, flow: str, kv: bool, align: str) -> dict[str, float] | str:
-        """Return the means of a run's metrics, or why there are none."""
-        run = self.folder / f"{flow}{'_kv' if kv else ''}_{align}"
+    def loop(self, flow: str, kv: bool, align: str, *further: str) -> dict[str, float] | str:
+        """Return the means of a run's metrics, or why there are none.
+
+        further:  overrides of this run
+        """
+        run = self.folder / "_".join([f"{flow}{'_kv' if kv else ''}_{align}", *(key.split(".")[-1] for key in further)])
         places = f"logger.log_dir={run}", f"grpo.max_num_steps={self.steps}", "checkpointing.enabled=false"
-        if error := self.command("train", "tiny_cpu.yaml", *self.overrides(flow, kv, align), *places):
+        if error := self.command("train", "tiny_cpu.yaml", *self.overrides(flow, kv, align), *further, *places):
             return error
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         trained = [row for row in rows if "train/token_mult_prob_error" in row]

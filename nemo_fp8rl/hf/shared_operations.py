@@ -26,6 +26,7 @@ class Shapes:
     ranks:         number of ranks that share a row-parallel matrix
     fp8_cache:     attention of both sides reads keys and values from an FP8 KV cache
     flash_attention_3:  attention of both sides is FlashAttention 3 with one split
+    kv_window:    generated tokens that a token sees on both sides; None for all
     """
 
     hidden_size: int
@@ -42,6 +43,7 @@ class Shapes:
     ranks: int = 1
     fp8_cache: bool = False
     flash_attention_3: bool = False
+    kv_window: int | None = None
 
 
 def chooses_flash_attention_3(cfg: Config) -> bool:
@@ -81,6 +83,11 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
             takes_flash_attention and cfg.fp8_kv_cache,
             f"{backend} with {prefix}.kv_cache_dtype=fp8: FlashAttention 3, which then multiplies queries and "
             "probabilities in FP8 as well,",
+            shared_kernel,
+        ),
+        (
+            takes_flash_attention and vllm.kv_window is not None,
+            f"{backend} with {prefix}.kv_window={vllm.kv_window}: FlashAttention 3, which has no mask for a window,",
             shared_kernel,
         ),
         (
@@ -155,4 +162,5 @@ def operation_shapes(hf: HfConfig, cfg: Config) -> Shapes:
         ranks=ranks,
         fp8_cache=cfg.fp8_kv_cache and cfg.nemo_fp8rl.kv == "unified",
         flash_attention_3=chooses_flash_attention_3(cfg),
+        kv_window=cfg.trainer_kv_window,
     )

@@ -16,6 +16,9 @@ A key that a row does not see has p = 0. A block without a key that the row sees
 adds exact zeros to l and acc. So it does not count how far the walk goes, which other queries are in a tile, or where
 the pages are: prefill, chunks of it, decode and other batches give the same bits. The tile is fixed, because a product
 of matrices may add in another order in another tile.
+
+In a window a query at position q sees the keys at k <= q with k < prompt length or q - k < window. The walk leaves out
+the blocks between that no row of a tile sees, and no key between is read: a cache may have given its page away.
 """
 
 from typing import Any
@@ -31,10 +34,10 @@ BLOCK_ROWS, BLOCK_KEYS = 64, 64
 """A tile: BLOCK_ROWS // (heads per group) queries of all heads of a group, by BLOCK_KEYS keys."""
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "page_size"])
+@triton.jit(do_not_specialize=["window", "tokens", "sequences", "page_size"])
 def attention_kernel(
-    q, k_cache, v_cache, k_scale, v_scale, block_table, query_starts, lengths, out, lse, scale,
-    tokens, sequences, heads_per_group, page_size, d,
+    q, k_cache, v_cache, k_scale, v_scale, block_table, query_starts, lengths, prompt_lengths, out, lse, scale,
+    window, tokens, sequences, heads_per_group, page_size, d,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_table,
     stride_k_page, stride_k_slot, stride_k_group, stride_v_page, stride_v_slot, stride_v_group,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -44,7 +47,7 @@ def attention_kernel(
     Program b of the first axis belongs to the last sequence i with query_starts[i] // QUERIES + i <= b: numbers that
     ascend by at least the tiles that each sequence needs. A program beyond its sequence's queries writes nothing.
     HEADS is heads_per_group or the next power of two. The last dimension of q, caches and out is contiguous.
-    k_scale and v_scale are None where the caches have q's dtype.
+    k_scale and v_scale are None where the caches have q's dtype; prompt_lengths and window where all keys are seen.
     """
     tile, group = tl.program_id(0), tl.program_id(1)
     low = tile * 0  # not a constant, because the loop changes it
@@ -73,10 +76,23 @@ def attention_kernel(
         total = tl.zeros([QUERIES * HEADS], tl.float32)
         acc = tl.zeros([QUERIES * HEADS, BLOCK_D], tl.float32)
         end = length - queries + tl.minimum(first + QUERIES, queries)  # behind the last key that a row sees
-        for key_start in range(0, end, BLOCK_KEYS):
+        walked = end
+        if prompt_lengths is not None:
+            prompt = tl.load(prompt_lengths + low)
+            window_start = tl.maximum(length - queries + first - window + 1, 0)  # of the tile's first query
+            gap_start = tl.cdiv(prompt, BLOCK_KEYS) * BLOCK_KEYS
+            gap = tl.maximum(window_start // BLOCK_KEYS * BLOCK_KEYS - gap_start, 0)
+            walked = end - gap
+        for walked_start in range(0, walked, BLOCK_KEYS):
+            key_start = walked_start
+            if prompt_lengths is not None:
+                key_start = tl.where(walked_start < gap_start, walked_start, walked_start + gap)
             key = key_start + tl.arange(0, BLOCK_KEYS)
-            page = tl.load(block_table + low.to(tl.int64) * stride_table + key // page_size, mask=key < end, other=0)
-            page, slot, loaded = page.to(tl.int64), key % page_size, (key < end)[:, None] & (column[None, :] < d)
+            is_kept = key < end
+            if prompt_lengths is not None:
+                is_kept = is_kept & ((key < prompt) | (key >= window_start))
+            page = tl.load(block_table + low.to(tl.int64) * stride_table + key // page_size, mask=is_kept, other=0)
+            page, slot, loaded = page.to(tl.int64), key % page_size, is_kept[:, None] & (column[None, :] < d)
             k_at = page * stride_k_page + slot * stride_k_slot + group * stride_k_group
             v_at = page * stride_v_page + slot * stride_v_slot + group * stride_v_group
             k = tl.load(k_cache + k_at[:, None] + column[None, :], mask=loaded, other=0.0)
@@ -85,7 +101,10 @@ def attention_kernel(
                 k = (k.to(tl.float32) * k_factor).to(rows.dtype)
                 v = (v.to(tl.float32) * v_factor).to(rows.dtype)
             score = tl.dot(rows, tl.trans(k), input_precision="ieee")
-            score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
+            is_seen = key[None, :] <= position[:, None]
+            if prompt_lengths is not None:
+                is_seen = is_seen & ((key < prompt)[None, :] | (position[:, None] - key[None, :] < window))
+            score = tl.where(is_seen, score, float("-inf"))
             m_new = tl.maximum(m, tl.max(score, 1))
             p = exp(tl.fma(score, scale, -(m_new * scale)[:, None]))
             shrink = exp(m * scale - m_new * scale)
@@ -110,6 +129,8 @@ def attend(
     lse: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    prompt_lengths: Tensor | None = None,
+    window: int | None = None,
 ) -> None:
     """Write what `attention` returns; rows behind the last sequence's are left as they are."""
     tokens, heads, d = q.shape
@@ -127,12 +148,17 @@ def attend(
             f"attention reads keys and values of the queries' dtype, or E4M3 with scales; queries are {q.dtype}, keys "
             f"{k_cache.dtype}, values {v_cache.dtype}, with{'out' if k_scale is None else ''} scales"
         )
+    if (prompt_lengths is None) != (window is None):
+        raise ValueError(
+            f"attention takes prompt lengths and a window together; window is {window}, with"
+            f"{'out' if prompt_lengths is None else ''} prompt lengths"
+        )
     if not tokens or not sequences:
         return
     queries = BLOCK_ROWS // padded_heads
     attention_kernel[(tokens // queries + sequences, groups)](
-        q, k_cache, v_cache, k_scale, v_scale, block_table, query_starts, lengths, out, lse, scale,
-        tokens, sequences, heads_per_group, page_size, d,
+        q, k_cache, v_cache, k_scale, v_scale, block_table, query_starts, lengths, prompt_lengths, out, lse, scale,
+        window, tokens, sequences, heads_per_group, page_size, d,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         QUERIES=queries, HEADS=padded_heads, BLOCK_KEYS=BLOCK_KEYS, BLOCK_D=max(16, triton.next_power_of_2(d)),
@@ -151,6 +177,8 @@ def attention(
     scale: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    prompt_lengths: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out [tokens, heads, d] in q's dtype, log of the sum of exp(score), float32 [heads, tokens]).
 
@@ -165,10 +193,13 @@ def attention(
     lengths:           int32 [sequences], keys of each sequence
     scale:             multiplies scores; above 0
     k_scale, v_scale:  float32, one value each; multiplies codes of E4M3
+    prompt_lengths:    int32 [sequences], each at least 1; with a window
+    window:            the last keys that a query sees besides the prompt's, its own among them; at least 1
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.zeros(q.size(1), q.size(0), dtype=torch.float32, device=q.device)
-    attend(q, k_cache, v_cache, block_table, query_starts, lengths, scale, out, lse, k_scale, v_scale)
+    further = k_scale, v_scale, prompt_lengths, window
+    attend(q, k_cache, v_cache, block_table, query_starts, lengths, scale, out, lse, *further)
     return out, lse
 
 

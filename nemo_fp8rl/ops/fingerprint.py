@@ -6,7 +6,7 @@ rows, so that a kernel whose rows depend on the batch is found as well.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import quantize_blockwise
 from nemo_fp8rl.hf.shared_operations import Shapes
 from nemo_fp8rl.ops.activation import silu_mul
-from nemo_fp8rl.ops.attention import attention
+from nemo_fp8rl.ops.attention import BLOCK_KEYS, attention
 from nemo_fp8rl.ops.experts import choose_experts, combine
 from nemo_fp8rl.ops.kv_pages import write_pages
 from nemo_fp8rl.ops.log_softmax import log_softmax
@@ -34,6 +34,8 @@ OF_EXPERTS = ("gate_up", "down")
 """Matrices that are an expert's in a mixture of experts."""
 LENGTH, PAGE = 80, 16
 """Keys of the longest sequence in attention, which are more than a block of them, and of a page."""
+PROMPT, WINDOW, LENGTH_IN_WINDOW = 5, 9, 3 * BLOCK_KEYS + PAGE
+"""Where a recipe has a window of any size: with these a late query's walk over the keys leaves a block out."""
 CACHE_SCALES = (2.0**-8, 2.0**-5)
 """Of keys, some of which become the largest code, and of values."""
 
@@ -112,6 +114,7 @@ def _digests(
         yield from _expert_outputs(shapes, rows, device)
     kind = "attention by FlashAttention 3" if shapes.flash_attention_3 else "attention"
     kind = "attention on E4M3" if shapes.fp8_cache else kind
+    kind += "" if shapes.kv_window is None else " in a window"
     yield (
         f"{kind} [{shapes.heads}, {shapes.groups}, {d}]",
         list(_attention_outputs(shapes, device, functions.attention or attention)),
@@ -135,27 +138,30 @@ def _attention_outputs(
     shapes: Shapes, device: torch.device, attention: Callable[..., tuple[Tensor, Tensor | None]]
 ) -> Iterator[Tensor]:
     """Yield attention of a whole sequence, of its last token alone, and of both beside a second sequence."""
-    in_pages = 2 * LENGTH // PAGE, PAGE, shapes.groups, shapes.head_dim
+    length = LENGTH if shapes.kv_window is None else LENGTH_IN_WINDOW
+    in_pages = 2 * length // PAGE, PAGE, shapes.groups, shapes.head_dim
     keys, values = (_values(in_pages, device, seed) for seed in (10, 11))
-    q = _values((2 * LENGTH, shapes.heads, shapes.head_dim), device, 12)
+    q = _values((2 * length, shapes.heads, shapes.head_dim), device, 12)
     pages = torch.arange(in_pages[0], dtype=torch.int32, device=device).view(2, -1)
     scale, cache_scales = shapes.head_dim**-0.5, list[Tensor]()
     if shapes.fp8_cache:
         cache_scales = [torch.full((1,), x, device=device) for x in CACHE_SCALES]
         key_codes, value_codes = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (keys, values))
-        pages_of_codes = key_codes, value_codes, torch.arange(2 * LENGTH, device=device)
+        pages_of_codes = key_codes, value_codes, torch.arange(2 * length, device=device)
         write_pages(keys.flatten(0, 1), values.flatten(0, 1), *pages_of_codes, *cache_scales)
         keys, values = key_codes, value_codes
         yield from (keys, values)
 
     def attend(queries: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
         starts_tensor, lengths_tensor = (torch.tensor(t, dtype=torch.int32, device=device) for t in (starts, lengths))
-        table = pages[: len(lengths)]
-        return attention(queries, keys, values, table, starts_tensor, lengths_tensor, scale, *cache_scales)[0]
+        sequences, in_window = (pages[: len(lengths)], starts_tensor, lengths_tensor), dict[str, Any]()
+        if shapes.kv_window is not None:
+            in_window = {"prompt_lengths": torch.full_like(lengths_tensor, PROMPT), "window": WINDOW}
+        return attention(queries, keys, values, *sequences, scale, *cache_scales, **in_window)[0]
 
-    yield attend(q[:LENGTH], [0, LENGTH], [LENGTH])
-    yield attend(q[LENGTH - 1 : LENGTH], [0, 1], [LENGTH])
-    yield attend(q[LENGTH - 1 :], [0, 1, 1 + LENGTH], [LENGTH, LENGTH])
+    yield attend(q[:length], [0, length], [length])
+    yield attend(q[length - 1 : length], [0, 1], [length])
+    yield attend(q[length - 1 :], [0, 1, 1 + length], [length, length])
 
 
 def _values(shape: tuple[int, ...], device: torch.device, seed: int) -> Tensor:

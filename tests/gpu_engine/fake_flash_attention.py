@@ -37,10 +37,13 @@ def fake_flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """aten::_flash_attention_backward of sequences one after the other: its checks, and its formula in float32."""
+    """aten::_flash_attention_backward of sequences one after the other: its checks, and its formula in float32.
+
+    A window of `window_size_left` has that many keys before a query's own.
+    """
     tokens, heads, d = q.shape
     assert grad.shape == out.shape == q.shape
-    assert k.shape == v.shape == (tokens, k.size(1), d)
+    assert k.shape == v.shape == (len(k), k.size(1), d)
     assert heads % k.size(1) == 0
     assert d % 8 == 0
     assert d <= 256
@@ -49,23 +52,29 @@ def fake_flash_attention_backward(
     assert lse.shape == (heads, tokens)
     assert lse.dtype is torch.float32
     assert lse.is_contiguous()
-    assert torch.equal(query_starts, key_starts)
-    assert query_starts.dtype is torch.int32
-    assert (query_starts[0], query_starts[-1]) == (0, tokens)
-    assert max_q == max_k == query_starts.diff().max()
-    assert (dropout_p, is_causal, window_size_left, window_size_right) == (0.0, True, None, None)
+    assert query_starts.dtype is key_starts.dtype is torch.int32
+    assert (query_starts[0], query_starts[-1], key_starts[0], key_starts[-1]) == (0, tokens, 0, len(k))
+    assert (max_q, max_k) == (query_starts.diff().max(), key_starts.diff().max())
+    assert min(query_starts.diff().min(), key_starts.diff().min()) > 0
+    assert not is_causal or torch.equal(query_starts, key_starts)
+    assert is_causal or window_size_left is None
+    assert (dropout_p, window_size_right) == (0.0, None)
     assert random_state.dtype is unused.dtype is torch.uint64
     dq, dk, dv = (torch.zeros(t.shape) for t in (q, k, v))
-    for start, end in zip(query_starts.tolist(), query_starts.tolist()[1:], strict=False):
+    ends = query_starts.tolist()[1:], key_starts.tolist()[1:]
+    for start, k_start, end, k_end in zip(query_starts.tolist(), key_starts.tolist(), *ends, strict=False):
+        distance = torch.arange(end - start)[:, None] - torch.arange(k_end - k_start)
+        is_seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+        is_seen &= window_size_left is None or distance <= window_size_left
         for head in range(heads):
             group = head * k.size(1) // heads
             grad_row, q_row, out_row = (t[start:end, head].float() for t in (grad, q, out))
-            k_row, v_row = (t[start:end, group].float() for t in (k, v))
-            p = (q_row @ k_row.T * scale - lse[head, start:end, None]).exp().tril()
+            k_row, v_row = (t[k_start:k_end, group].float() for t in (k, v))
+            p = (q_row @ k_row.T * scale - lse[head, start:end, None]).exp() * is_seen
             ds = p * (grad_row @ v_row.T - (grad_row * out_row).sum(-1, keepdim=True)) * scale
             dq[start:end, head] = ds @ k_row
-            dk[start:end, group] += ds.T @ q_row
-            dv[start:end, group] += p.T @ grad_row
+            dk[k_start:k_end, group] += ds.T @ q_row
+            dv[k_start:k_end, group] += p.T @ grad_row
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 

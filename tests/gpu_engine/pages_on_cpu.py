@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 import nemo_fp8rl.generation.weights.worker_extension  # noqa: F401, it may register another backend, for FP8 caches
 from nemo_fp8rl.generation.fp8_method.shared_ops.attention import SharedAttention
 from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import is_aligned_engine
+from nemo_fp8rl.generation.kv_window.prompt_lengths import PromptLengths
 
 UNALIGNED: Any = AttentionBackendEnum.CPU_ATTN.get_class()
 
@@ -28,14 +29,38 @@ class SharedCpuAttention(SharedAttention, CPUAttentionBackendImpl):
             cache[page, slot] = x[: len(is_token)][is_token]
 
 
+class PagesMetadataBuilder(UNALIGNED.get_builder_cls()):  # type: ignore[misc]
+    """The prompts' lengths are left in the metadata, as vLLM's builder for Triton leaves them."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common = common_attn_metadata
+        if getattr(common, "rswa_prefix_lens", None) is None:
+            return super().build(common_prefix_len, common, fast_build)
+        metadata = super().build(common_prefix_len, common.replace(rswa_prefix_lens=None), fast_build)
+        metadata.rswa_prefix_lens = common.rswa_prefix_lens
+        return metadata
+
+
+class SharedPagesMetadataBuilder(PromptLengths, PagesMetadataBuilder):
+    pass
+
+
 class PagesBackend(CPUAttentionBackend):
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return UNALIGNED.customize_spec(spec)
+
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         return SharedCpuAttention if is_aligned_engine() else UNALIGNED.get_impl_cls()
 
     @staticmethod
     def get_builder_cls() -> Any:
-        return UNALIGNED.get_builder_cls()
+        return SharedPagesMetadataBuilder if is_aligned_engine() else UNALIGNED.get_builder_cls()
 
 
 def register() -> None:

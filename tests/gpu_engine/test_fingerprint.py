@@ -121,6 +121,26 @@ def test_attention_on_an_fp8_cache_covers_codes_and_their_reading(expected, monk
         check(found, module.fingerprint(shapes, CPU))
 
 
+@pytest.mark.parametrize("fp8_cache", [False, True], ids=["dense", "E4M3"])
+def test_attention_in_a_window_is_an_operation_of_its_own(fp8_cache, monkeypatch):
+    """Also a kernel is found that is right for all rows but those whose walk leaves a block out."""
+    shapes = replace(SHAPES, fp8_cache=fp8_cache, kv_window=100)
+    name = f"attention{' on E4M3' * fp8_cache} in a window [4, 2, 32]"
+    found = module.fingerprint(shapes, CPU)
+    assert name in {operation for operation, _ in found}
+    check(found, module.fingerprint(replace(shapes, kv_window=7), CPU))
+    real = module.attention
+
+    def attention(q, *further, prompt_lengths, window):
+        out, lse = real(q, *further, prompt_lengths=prompt_lengths, window=window)
+        late = further[4][:1] - window >= 2 * module.BLOCK_KEYS
+        return torch.cat([out[:-1], torch.where(late, out[-1:] + 2**-7, out[-1:])]), lse
+
+    monkeypatch.setattr(module, "attention", attention)
+    with pytest.raises(UserError, match=rf"same bits in {re.escape(name)}: give both"):
+        check(found, module.fingerprint(shapes, CPU))
+
+
 def test_what_is_fp8_on_one_side_alone_is_left_out(tmp_path):
     make_tiny(tmp_path / "tiny", "add", 0, "qwen3")
     paths = (f"policy.model_name={tmp_path}/tiny/model", f"data.train.data_path={tmp_path}/tiny/data.jsonl")

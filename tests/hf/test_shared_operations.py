@@ -12,6 +12,7 @@ RANKS = ("cluster.backend=ray", "cluster.train_ranks=4", "policy.train_micro_bat
 TP2 = (f"{ENGINE}tensor_parallel_size=2", f"{TRAINER}tensor_model_parallel_size=2", f"{TRAINER}sequence_parallel=true")
 TP4 = tuple(key.replace("size=2", "size=4") for key in TP2)
 EP2, ETP1 = f"{ENGINE}expert_parallel_size=2", f"{TRAINER}expert_tensor_parallel_size=1"
+FLASH_IN_WINDOW = (f"{ENGINE}attention_backend=FLASH_ATTN", f"{ENGINE}kv_window=64")
 EXPERTS = ("qwen3_moe", (*RANKS, *TP2, EP2, ETP1, f"{TRAINER}expert_model_parallel_size=2"))
 
 
@@ -37,8 +38,10 @@ def test_equal_tensor_parallelism_and_whole_experts_are_aligned(load, family, ke
         ("qwen3_moe", (*RANKS, *TP2, ETP1), f"set {EP2}"),
         ("qwen3_moe", (*RANKS, *TP2, EP2), f"set {ETP1}"),
         ("qwen3", ("nemo_fp8rl.flow=nvfp4_e2e",), "set nemo_fp8rl.align=none"),
+        ("qwen3", FLASH_IN_WINDOW, "both sides take their shared kernel, or nemo_fp8rl.align=none"),
+        ("qwen3", (*FLASH_IN_WINDOW, "nemo_fp8rl.kv=rollout"), "their shared kernel, or nemo_fp8rl.align=none"),
     ],
-    ids=["unequal", "engine shares experts", "trainer shares experts", "format"],
+    ids=["unequal", "engine shares experts", "trainer shares experts", "format", "window", "window of the engine"],
 )
 def test_what_is_not_aligned_is_refused_with_its_fix(load, family, keys, fix):
     with pytest.raises(UserError, match=r"^nemo_fp8rl\.align=vllm: .* is not aligned on a GPU; set ") as refusal:

@@ -19,8 +19,11 @@ PAGES, TILE = ("k_cache", "v_cache"), {"QUERIES": 16, "HEADS": 4, "BLOCK_KEYS": 
 ATTENTION = {
     **{"q": BF16, "out": BF16, "lse": FP32, "scale": "fp32"},
     **dict.fromkeys(("block_table", "query_starts", "lengths"), "*i32"),
-    **{name: INT for name in attention.attention_kernel.arg_names[11:-4]},
+    **{name: INT for name in attention.attention_kernel.arg_names[13:-4]},
 }
+NO_WINDOW = {"prompt_lengths": None, "window": None}
+IN_WINDOW = {"prompt_lengths": "*i32", "window": INT}
+NO_SCALES = {"k_scale": None, "v_scale": None}
 KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (
         norm.norm_kernel,
@@ -65,10 +68,16 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         {"x": FP32, "out": FP32, "rows": INT, "columns": INT, "stride_row": INT},
         {"ROWS": 1, "BLOCK": 1024},
     ),
-    (attention.attention_kernel, dict.fromkeys(PAGES, BF16) | ATTENTION, {"k_scale": None, "v_scale": None} | TILE),
+    (attention.attention_kernel, dict.fromkeys(PAGES, BF16) | ATTENTION, NO_SCALES | NO_WINDOW | TILE),
+    (attention.attention_kernel, dict.fromkeys(PAGES, BF16) | ATTENTION | IN_WINDOW, NO_SCALES | TILE),
     (
         attention.attention_kernel,
         dict.fromkeys(PAGES, E4M3) | dict.fromkeys(("k_scale", "v_scale"), FP32) | ATTENTION,
+        NO_WINDOW | TILE,
+    ),
+    (
+        attention.attention_kernel,
+        dict.fromkeys(PAGES, E4M3) | dict.fromkeys(("k_scale", "v_scale"), FP32) | ATTENTION | IN_WINDOW,
         TILE,
     ),
     (

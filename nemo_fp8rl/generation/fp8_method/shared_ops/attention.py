@@ -6,6 +6,9 @@ both as well. Queries stay in the model's dtype.
 
 A recipe may choose FlashAttention 3 (`ops.flash_attention`) to read the pages. With the plans of this backend it gets
 neither a schedule nor a number of splits nor a common prefix, all of which would depend on the batch.
+
+With a window of the KV cache (vLLM's reference sliding window) vLLM frees the pages between prompt and window, and the
+kernel reads none of them.
 """
 
 from typing import Any
@@ -14,10 +17,15 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
 
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import uses_flash_attention_3
+from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import kv_window, uses_flash_attention_3
+from nemo_fp8rl.generation.kv_window.prompt_lengths import PromptLengths
 from nemo_fp8rl.ops.attention import attend
 from nemo_fp8rl.ops.flash_attention import attend_pages
 from nemo_fp8rl.ops.kv_pages import write_pages
@@ -33,6 +41,7 @@ class SharedAttention:
     scale: float
     has_fp8_cache: bool
     uses_flash_attention_3: bool
+    window: int | None
 
     def __init__(
         self,
@@ -64,7 +73,11 @@ class SharedAttention:
         shape = num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window
         super().__init__(*shape, kv_cache_dtype, logits_soft_cap, attn_type, *args, **kwargs)  # type: ignore[call-arg]
         self.has_fp8_cache, self.uses_flash_attention_3 = kv_cache_dtype in E4M3, uses_flash_attention_3()
-        self.supports_quant_query_input = False
+        self.supports_quant_query_input, self.window = False, kv_window()
+        if vllm_compat.has_kv_windows():
+            from nemo_fp8rl.generation.kv_window.spec import ModelInConstruction
+
+            ModelInConstruction.note()
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of keys and values, both [pages, page_size, groups, d]."""
@@ -98,19 +111,21 @@ class SharedAttention:
         """Write attention into `output` [tokens, heads, d]; keys and values are in the pages already.
 
         attn_metadata:  vLLM's, with num_actual_tokens, block_table, query_start_loc, seq_lens, and the largest numbers
-                        of a sequence, max_query_len and max_seq_len; None while vLLM measures memory
+                        of a sequence, max_query_len and max_seq_len, and with a window the prompts' lengths,
+                        rswa_prefix_lens; None while vLLM measures memory
         """
         if attn_metadata is None:
             return output.fill_(0)
         tokens, heads = attn_metadata.num_actual_tokens, query.size(1)
-        scales = (layer._k_scale, layer._v_scale) if self.has_fp8_cache else ()
+        scales = (layer._k_scale, layer._v_scale) if self.has_fp8_cache else (None, None)
+        kept = () if self.window is None else (attn_metadata.rswa_prefix_lens, self.window)
         sequences = attn_metadata.block_table, attn_metadata.query_start_loc, attn_metadata.seq_lens
         if self.uses_flash_attention_3:
             most = attn_metadata.max_query_len, attn_metadata.max_seq_len
             attend_pages(query[:tokens], *self.pages(kv_cache), *sequences, self.scale, output[:tokens], *most)
             return output
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
-        attend(query[:tokens], *self.pages(kv_cache), *sequences, self.scale, output[:tokens], lse, *scales)
+        attend(query[:tokens], *self.pages(kv_cache), *sequences, self.scale, output[:tokens], lse, *scales, *kept)
         return output
 
 
@@ -119,8 +134,22 @@ class SharedTritonAttention(SharedAttention, TritonAttentionImpl):
         return False
 
 
+class SharedMetadataBuilder(PromptLengths, TritonAttentionMetadataBuilder):
+    """vLLM's, which puts the prompts' lengths into memory that CUDA graphs read."""
+
+
 class SharedAttentionBackend(TritonAttentionBackend):
     """vLLM's backend for Triton with our kernel; an engine asks for it by attention_backend=CUSTOM."""
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        from nemo_fp8rl.generation.kv_window.spec import windowed  # vLLM 0.25 has neither specs of windows nor calls
+
+        return windowed(super().customize_spec(spec))
 
     @staticmethod
     def get_name() -> str:
@@ -129,3 +158,7 @@ class SharedAttentionBackend(TritonAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:
         return SharedTritonAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return SharedMetadataBuilder

@@ -1,4 +1,4 @@
-"""The questions whether the engine under construction is aligned, and by which attention."""
+"""The questions whether the engine under construction is aligned, by which attention, and what a token sees."""
 
 from vllm.config import get_current_vllm_config_or_none
 
@@ -13,3 +13,9 @@ def uses_flash_attention_3() -> bool:
     """True while vLLM builds such a model whose attention is FlashAttention 3."""
     config = get_current_vllm_config_or_none()
     return getattr(config and config.quant_config, "uses_flash_attention_3", False)
+
+
+def kv_window() -> int | None:
+    """Return the window of the model that vLLM builds, as it reads it from the config; None: a token sees all."""
+    config = get_current_vllm_config_or_none()
+    return getattr(config and config.model_config, "rswa_window", None)

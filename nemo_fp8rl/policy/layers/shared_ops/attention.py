@@ -13,16 +13,22 @@ from nemo_fp8rl.ops.attention import attention
 from nemo_fp8rl.ops.kv_pages import write_pages
 from nemo_fp8rl.ops.rope import rotate
 from nemo_fp8rl.policy.layers.attention import CoreAttention
-from nemo_fp8rl.policy.layers.shared_ops.attention_gradients import attention_gradients
+from nemo_fp8rl.policy.layers.shared_ops.attention_gradients import KvWindow, attention_gradients
 
 CacheScales = tuple[float, float] | None
 """Scales (k, v) of an FP8 KV cache, whose codes are read; None where the trainer rounds nothing."""
-Kernel = Callable[[Tensor, Tensor, Tensor, int, float, CacheScales], tuple[Tensor, ...]]
-"""(q, k, v, sequences, scale, cache_scales) -> (out, log-sum-exp, k and v as they were read)."""
+Kernel = Callable[[Tensor, Tensor, Tensor, int, float, CacheScales, KvWindow | None], tuple[Tensor, ...]]
+"""(q, k, v, sequences, scale, cache_scales, window) -> (out, log-sum-exp, k and v as they were read)."""
 
 
 def attend_by_shared_kernel(
-    q: Tensor, k: Tensor, v: Tensor, sequences: int, scale: float, cache_scales: CacheScales
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: int,
+    scale: float,
+    cache_scales: CacheScales,
+    window: KvWindow | None = None,
 ) -> tuple[Tensor, ...]:
     s = len(q) // sequences
     starts = torch.arange(0, len(q) + 1, s, dtype=torch.int32, device=q.device)
@@ -35,24 +41,34 @@ def attend_by_shared_kernel(
         pages = k_codes.unsqueeze(1), v_codes.unsqueeze(1)
         write_pages(k, v, *pages, tokens.flatten(), k_scale, v_scale)
         k, v = k_codes, v_codes
-    out, lse = attention(q, k.unsqueeze(1), v.unsqueeze(1), tokens, starts, lengths, scale, k_scale, v_scale)
+    kept = (None, None) if window is None else (window.prompt_lengths.int(), window.size)
+    pages = k.unsqueeze(1), v.unsqueeze(1)
+    out, lse = attention(q, *pages, tokens, starts, lengths, scale, k_scale, v_scale, *kept)
     return out, lse, k, v
 
 
 def attend_by_flash_attention_3(
-    q: Tensor, k: Tensor, v: Tensor, sequences: int, scale: float, cache_scales: CacheScales
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: int,
+    scale: float,
+    cache_scales: CacheScales,
+    window: KvWindow | None = None,
 ) -> tuple[Tensor, ...]:
     assert cache_scales is None, "check_shared_operations"
+    assert window is None, "check_shared_operations"
     return *flash_attention.attend_sequences(q, k, v, sequences, scale), k, v
 
 
 class SequenceAttention(torch.autograd.Function):
-    """Causal attention of b sequences of one length: apply(kernel, q, k, v, b, scale, cache_scales).
+    """Causal attention of b sequences of one length: apply(kernel, q, k, v, b, scale, cache_scales, window).
 
     q:             [b * s, heads, d]
     k, v:          [b * s, groups, d]
     scale:         multiplies scores
     cache_scales:  see `CacheScales`; gradients pass straight through the codes
+    window:        the keys that queries see; None for all before them
     """
 
     @staticmethod
@@ -65,10 +81,11 @@ class SequenceAttention(torch.autograd.Function):
         sequences: int,
         scale: float,
         cache_scales: CacheScales = None,
+        window: KvWindow | None = None,
     ) -> Tensor:
-        out, lse, k, v = kernel(q, k, v, sequences, scale, cache_scales)
+        out, lse, k, v = kernel(q, k, v, sequences, scale, cache_scales, window)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.sequences, ctx.scale, ctx.cache_scales = sequences, scale, cache_scales
+        ctx.sequences, ctx.scale, ctx.cache_scales, ctx.window = sequences, scale, cache_scales, window
         return out
 
     @staticmethod
@@ -77,7 +94,8 @@ class SequenceAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         if ctx.cache_scales is not None:
             k, v = (from_cache(codes, x, q.dtype) for codes, x in zip((k, v), ctx.cache_scales, strict=True))
-        return None, *attention_gradients(grad, q, k, v, out, lse, ctx.sequences, ctx.scale), None, None, None
+        gradients = attention_gradients(grad, q, k, v, out, lse, ctx.sequences, ctx.scale, ctx.window)
+        return None, *gradients, None, None, None, None
 
 
 class SharedAttention(CoreAttention):
@@ -102,7 +120,11 @@ class SharedAttention(CoreAttention):
         if self.kv_cache is not None:
             rotated_query, rotated_key = (t.unflatten(0, (b, s)).transpose(0, 1) for t in (q, k))
             cache_scales = self.kv_cache.observe(self.layer, rotated_query, rotated_key, value, rows)
-        out = SequenceAttention.apply(self.kernel, q, k, v, b, self.scale, cache_scales)
+        window = None
+        if self.kv_window is not None:
+            assert prompt_lengths is not None, "CoreAttention.forward"
+            window = KvWindow(prompt_lengths, self.kv_window)
+        out = SequenceAttention.apply(self.kernel, q, k, v, b, self.scale, cache_scales, window)
         return out.view(b, s, heads * d).transpose(0, 1)
 
 
