@@ -223,6 +223,8 @@ def run_steps(
         metrics = outcome.metrics | (validate(parts) if with_validation else {})
         faults.report_new(f"step {step}")
         metrics |= faults.take_row()
+        if cfg.policy.generation.vllm_cfg.kv_window is not None:
+            metrics |= parts.generation.take_cache_metrics()
         run.log(step, metrics, outcome.log_weights, outcome.samples if with_validation or step == 1 else None)
         latest_metrics |= metrics
         if not end_step(run, policy, display, stop, step, format_figures(latest_metrics), resume_hint):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nemo_fp8rl.common.vllm_version import ENGINE_THREAD
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN
+from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN, Sampling
 from nemo_fp8rl.workers import WorkerDied
 
 
@@ -46,6 +46,10 @@ class Core(Protocol):
         ...
 
     def reset_prefix_cache(self) -> bool: ...
+
+    def take_block_counts(self) -> tuple[int, int, int]:
+        """Return `kv_window.spec.take_block_counts`; zeros where the core's process has no worker of ours."""
+        ...
 
     def pause(self, recompute: bool) -> None:
         """Return once no token is being computed; requests in progress, and new ones, then wait for `resume`.
@@ -116,6 +120,11 @@ class SteppedCore:
 
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
+
+    def take_block_counts(self) -> tuple[int, int, int]:
+        from nemo_fp8rl.generation.kv_window.spec import take_block_counts
+
+        return take_block_counts()
 
     def pause(self, recompute: bool) -> None:
         raise NotImplementedError("the thread that would pause this core is the one that steps it")
@@ -200,6 +209,10 @@ class AsyncCore:
     def reset_prefix_cache(self) -> bool:
         return self._wait(self.llm.reset_prefix_cache())
 
+    def take_block_counts(self) -> tuple[int, int, int]:
+        peaks, kept, dense = zip(*self.rpc("nemo_fp8rl_take_block_counts"), strict=True)
+        return max(peaks), sum(kept), sum(dense)
+
     def pause(self, recompute: bool) -> None:
         self.is_paused = True
         self._wait(self.llm.pause_generation(mode="keep", clear_cache=recompute))
@@ -254,6 +267,31 @@ class AsyncCore:
             return submitted.result()
         except Exception as error:
             raise _death(error) from None
+
+
+def sampling_params(sampling: Sampling, max_tokens: int, seed: int) -> Any:
+    """Return vLLM's SamplingParams for a prompt.
+
+    max_tokens:  tokens of its answer, at most
+    seed:        of the prompt; its samples derive theirs from it
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=sampling.num_generations if sampling.temperature else 1,  # vLLM refuses n > 1 for greedy answers
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,  # 0: all
+        max_tokens=max_tokens,
+        logprobs=0 if sampling.logprobs else None,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings),
+        include_stop_str_in_output=True,
+        seed=seed,
+        detokenize=bool(sampling.stop_strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def _prompt(request: Request) -> Any:

@@ -22,7 +22,7 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.answers.completions import completions_of
 from nemo_fp8rl.generation.answers.readers import AnswerReaders
-from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore
+from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore, sampling_params
 from nemo_fp8rl.generation.engine_arguments import GRAPHS_KEEP_SCALES, engine_arguments, is_flashinfer
 from nemo_fp8rl.generation.engine_checks import check_engine, check_machine
 from nemo_fp8rl.generation.interface import EngineDescription, Sampling
@@ -84,7 +84,7 @@ class VllmEngine:
 
         vllm_compat.survive_scan_of_llvmlite()
         vllm_compat.forget_rotations()
-        vllm_compat.check_attention_backend(cfg.policy.generation.vllm_cfg.attention_backend)
+        vllm_compat.check_attention(cfg.policy.generation.vllm_cfg)
         self.records_routes = cfg.policy.router_replay.enabled and not vllm_compat.has_route_output()
         fp8, layers = engine_fp8_layers(hf, cfg), range(hf.num_hidden_layers)
         if self.records_routes and not all(fp8.quantizes(f"model.layers.{layer}.mlp.experts") for layer in layers):
@@ -351,6 +351,10 @@ class VllmEngine:
         """Return the version from which it generates; -1 while it takes no prompts, or once it has died."""
         return -1 if self.has_died else self._version_of_answers()
 
+    def take_block_counts(self) -> tuple[int, int, int]:
+        """Return (peak, kept, dense) blocks of the cache (`kv_window.spec.take_block_counts`); with a window."""
+        return self.core.take_block_counts()
+
     def count_retried_prompts(self) -> int:
         """Return how many prompts copies of the pool asked again."""
         return self.retried_prompts
@@ -379,23 +383,7 @@ class VllmEngine:
                 f"prompts bring the stop strings {list(sampling.stop_strings)}, which an engine without a tokenizer "
                 "does not see: set policy.generation.vllm_cfg.skip_tokenizer_init=false"
             )
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            n=sampling.num_generations if sampling.temperature else 1,  # vLLM refuses n > 1 for greedy answers
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or 0,  # 0: all
-            max_tokens=min(sampling.max_new_tokens, self.max_model_len - prompt_length),
-            logprobs=0 if sampling.logprobs else None,
-            stop_token_ids=list(sampling.stop_token_ids),
-            stop=list(sampling.stop_strings),
-            include_stop_str_in_output=True,
-            seed=seed,
-            detokenize=bool(sampling.stop_strings),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return sampling_params(sampling, min(sampling.max_new_tokens, self.max_model_len - prompt_length), seed)
 
 
 def _raise_first(refusals: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8 import FP8
 from nemo_fp8rl.fp8.gpu_support import HOPPER
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.engine_checks import one_sequence_gib
+from nemo_fp8rl.generation.engine_checks import WINDOW_BACKENDS, one_sequence_gib
 from nemo_fp8rl.generation.fp8_method.quantization_config import quantization_config
 from nemo_fp8rl.hf.adapters import read_adapters
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
@@ -47,7 +47,9 @@ def engine_arguments(cfg: Config, load_format: str) -> dict[str, Any]:
         eager = not torch.cuda.is_available() or (cfg.fp8_kv_cache and _graphs_would_keep_scales(backend))
     overrides: dict[str, Any] = {"architectures": [hf.family.architecture]}  # vLLM goes by it, and it may be left out
     if vllm_cfg.kv_window is not None:
-        overrides["rswa_window"] = vllm_cfg.kv_window
+        overrides["rswa_window"] = vllm_cfg.kv_window  # vLLM reads it from the model's config
+        if torch.cuda.is_available():
+            backend = backend or WINDOW_BACKENDS[0]
     adapters = read_adapters(hf, cfg.policy.megatron_cfg.peft)
     if fp8_layers or is_aligned or adapters:
         overrides["quantization_config"] = quantization_config(

@@ -6,8 +6,10 @@ import psutil
 import torch
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.vllm_version import NEWER, vllm_version
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.gpu_support import nearest_flow, why_flow_unsupported
+from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.hf.adapters import KEY, read_adapters
 from nemo_fp8rl.hf.divisibility import Dimension, check_divides
 from nemo_fp8rl.hf.fp8_layers import (
@@ -25,6 +27,8 @@ from nemo_fp8rl.workers import joins_cluster
 KEY_PREFIX = "policy.generation.vllm_cfg"
 CPU_BACKEND = "CPU_ATTN"
 """vLLM's name of its attention on a CPU, the only one there."""
+WINDOW_BACKENDS = "TRITON_ATTN", "FLASH_ATTN"
+"""vLLM's backends for GPUs with masks of a windowed cache (`kv_window.on_gpu`); null takes the first."""
 CACHE_BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPU; fewer on GPUs."""
 
@@ -61,6 +65,9 @@ def check_machine(hf: HfConfig, cfg: Config, trains: bool = False) -> None:
         check_shared_operations(hf, cfg)
         if chooses_flash_attention_3(cfg):
             flash_attention.check_machine()
+    window = cfg.policy.generation.vllm_cfg.kv_window
+    if window is not None and vllm_version() < NEWER:
+        raise UserError(vllm_compat.refuse_window(window))
     if torch.cuda.is_available():
         _check_gpu(hf, cfg, trains)
     else:
@@ -73,6 +80,12 @@ def _check_gpu(hf: HfConfig, cfg: Config, trains: bool) -> None:
             f"nemo_fp8rl.fp4.clamp_quantile={quantile}: only engines on a CPU clamp activations; set it to null"
         )
     vllm = cfg.policy.generation.vllm_cfg
+    has_own_mask = vllm.kv_window is None or choose_alignment(cfg.nemo_fp8rl) == "shared_ops"
+    if not has_own_mask and (backend := vllm.attention_backend or WINDOW_BACKENDS[0]).upper() not in WINDOW_BACKENDS:
+        raise UserError(
+            f"{KEY_PREFIX}.attention_backend={backend} cannot hide what {KEY_PREFIX}.kv_window={vllm.kv_window} leaves "
+            f"out; set it to {' or '.join(WINDOW_BACKENDS)}"
+        )
     tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
     if tensor > expert and read_adapters(hf, cfg.policy.megatron_cfg.peft).adapts_experts():
         raise UserError(
@@ -155,7 +168,11 @@ def _check_free_memory(cfg: Config) -> None:
 
 
 def one_sequence_gib(hf: HfConfig, cfg: Config) -> float:
-    """Return the GiB that the cache of each process of an engine needs at least."""
+    """Return the GiB that the cache of each process of an engine needs at least.
+
+    A window (kv_window) needs no less: vLLM starts no engine whose cache cannot hold one whole context, and a request
+    that was preempted takes the blocks of all its tokens when it is resumed.
+    """
     vllm = cfg.policy.generation.vllm_cfg
     value_bytes = 1 if cfg.fp8_kv_cache else 4 if cfg.policy.precision == "float32" else 2
     heads = hf.num_key_value_heads // vllm.tensor_parallel_size

@@ -26,6 +26,8 @@ from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
 from nemo_fp8rl.workers import WorkerDied, Workers, shutdown_on_error, start_workers
 
 NOT_FENCED = -1
+BLOCK_COUNT_SECONDS = 5.0
+"""Timeout of an engine that is asked for the blocks of its cache; the metrics then leave it out."""
 
 
 class EnginePool(EngineClient):
@@ -97,6 +99,21 @@ class EnginePool(EngineClient):
         return {
             "generation/engine_restarts": self.engine_restarts,
             "generation/prompts_retried": self.prompts_retried + sum(self.remote_retries.values()),
+        }
+
+    def take_cache_metrics(self) -> dict[str, float]:
+        """Return the blocks of the windowed cache that requests took since the last call.
+
+        Empty where no request ended since, or where the core of an engine is in a process without a worker.
+        """
+        counts = [self.engines.ask(i, "take_block_counts", BLOCK_COUNT_SECONDS) for i in range(self.engines.count)]
+        known = [of_engine for of_engine in counts if of_engine is not None]
+        dense = sum(of_engine[2] for of_engine in known)
+        if not dense:
+            return {}
+        return {
+            "generation/kv_blocks_peak": max(of_engine[0] for of_engine in known),
+            "generation/kv_blocks_saved": 1 - sum(of_engine[1] for of_engine in known) / dense,
         }
 
     def shutdown(self) -> None:

@@ -108,6 +108,10 @@ class Generation(WeightSink, Protocol):
         """Return how often, since the start, engines were started again and prompts asked again."""
         ...
 
+    def take_cache_metrics(self) -> dict[str, float]:
+        """Return the blocks of a windowed cache that requests took since the last call, where they are known."""
+        ...
+
     def describe(self) -> EngineDescription:
         """Return what the engines chose for their machines."""
         ...

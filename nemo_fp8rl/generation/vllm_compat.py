@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.vllm_version import NEWER, OLDER, installed_vllm, vllm_version
+from nemo_fp8rl.config.generation_schema import VllmConfig
 
 
 def survive_scan_of_llvmlite() -> None:
@@ -33,10 +34,13 @@ def request_refusal_type() -> type[Exception]:
     return getattr(exceptions, "VLLMClientError", ValueError)
 
 
-def check_attention_backend(name: str | None) -> None:
-    """Raise UserError for a name that the installed vLLM does not know; None leaves the choice to vLLM."""
+def check_attention(cfg: VllmConfig) -> None:
+    """Raise UserError for a backend or a window of the cache that the installed vLLM does not know."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    if cfg.kv_window is not None and not has_kv_windows():
+        raise UserError(refuse_window(cfg.kv_window))
+    name = cfg.attention_backend  # None leaves the choice to vLLM
     if name and name.upper() not in AttentionBackendEnum.__members__:
         raise UserError(
             f"policy.generation.vllm_cfg.attention_backend={name}: vLLM {installed_vllm()} has none of this name; take "
@@ -53,6 +57,14 @@ def check_updates_in_flight() -> None:
             f"grpo.async_grpo.in_flight_weight_updates=true: the installed vLLM, {installed_vllm()}, does not tell "
             "from which weights a token was sampled; set it to false, or install vLLM {}.{}".format(*NEWER)
         )
+
+
+def refuse_window(window: int) -> str:
+    """Return the sentence about policy.generation.vllm_cfg.kv_window=window with the installed vLLM."""
+    return (
+        "policy.generation.vllm_cfg.kv_window={}: the installed vLLM, {}, does not free the cache between a prompt and "
+        "a window; set kv_window=null, or install vLLM {}.{}".format(window, installed_vllm(), *NEWER)
+    )
 
 
 def has_kv_windows() -> bool:

@@ -5,6 +5,7 @@ The engine's core imports this module with the first spec that a worker sends it
 
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.core.single_type_kv_cache_manager import RSWAManager
@@ -17,23 +18,17 @@ KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's specs, 
 class WindowManager(RSWAManager):
     """Frees a request's blocks between prompt and window as vLLM does, and counts the blocks of each request.
 
-    Of all requests that have ended since the last `take_counts`, preempted ones among them:
-
-    peak:   most blocks that a request had at a time
-    kept:   the sum over requests of that number
-    dense:  the sum over requests of the blocks that all their tokens take
+    peak, kept, dense:  see `take_block_counts`
     """
+
+    managers: ClassVar[WeakSet["WindowManager"]] = WeakSet()
+    """Those of this process."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.managers.add(self)
         self.gaps, self.peaks = dict[str, tuple[int, int]](), dict[str, int]()
         self.peak = self.kept = self.dense = 0
-
-    def take_counts(self) -> tuple[int, int, int]:
-        """Return (peak, kept, dense) and begin anew."""
-        counts = self.peak, self.kept, self.dense
-        self.peak = self.kept = self.dense = 0
-        return counts
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -65,6 +60,22 @@ class WindowManager(RSWAManager):
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(RSWASpec):
     """vLLM's spec of a windowed cache, with `WindowManager`."""
+
+
+def take_block_counts() -> tuple[int, int, int]:
+    """Return (peak, kept, dense) of the requests that ended in this process's engines since the last call.
+
+    A preempted request ends, and is counted again when it has been resumed.
+
+    peak:   most blocks that a request had at a time
+    kept:   the sum over requests of that number
+    dense:  the sum over requests of the blocks that all their tokens take
+    """
+    counts = [(manager.peak, manager.kept, manager.dense) for manager in WindowManager.managers]
+    for manager in WindowManager.managers:
+        manager.peak = manager.kept = manager.dense = 0
+    peaks, kept, dense = zip(*counts, strict=True) if counts else ((0,),) * 3
+    return max(peaks), sum(kept), sum(dense)
 
 
 class ModelInConstruction:

@@ -39,9 +39,11 @@ Tag = Literal["weights", "kv_cache"]
 """vLLM's names of the two kinds of memory that sleep."""
 
 # vLLM imports this module in every process of our engines, before the model is built.
-if current_platform.is_cpu() and vllm_compat.has_kv_windows():
-    from nemo_fp8rl.generation.kv_window.on_cpu import register_windows
-
+if vllm_compat.has_kv_windows():
+    if current_platform.is_cpu():
+        from nemo_fp8rl.generation.kv_window.on_cpu import register_windows
+    else:
+        from nemo_fp8rl.generation.kv_window.on_gpu import register_windows
     register_windows()
 elif not can_vllm_read_fp8_cache():
     from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_cache import emulate_fp8_caches
@@ -237,6 +239,12 @@ class RefitWorkerExtension:
         from nemo_fp8rl.generation.fp8_method.shared_ops.fingerprint import engine_fingerprint
 
         return sorted(engine_fingerprint(Shapes(**shapes), self.model_runner.device, self.vllm_config))
+
+    def nemo_fp8rl_take_block_counts(self) -> tuple[int, int, int]:
+        """Return `kv_window.spec.take_block_counts` of this process: zeros unless vLLM's core is in it."""
+        from nemo_fp8rl.generation.kv_window.spec import take_block_counts
+
+        return take_block_counts()
 
     def nemo_fp8rl_take_routes(self, is_wanted: bool) -> bytes:
         """Return the records since the last call (`RouteRecorder.take`) as safetensors; empty where not wanted."""
