@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import ALIGNED
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ARGUMENTS = {
     "alignment": ["--samples", "8", "--folder", "{}"],
@@ -23,6 +25,7 @@ ARGUMENTS = {
     "grad_reduce": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
     "in_flight": ["--dry-run", "--json", "{}/figures.json"],
+    "kv_window": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "layouts": ["--steps", "1", "--folder", "{}"],
     "logprobs": ["--rows", "2", "--tokens", "2048", "--hidden", "16", "--json", "{}/figures.json"],
     "lora": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
@@ -182,6 +185,10 @@ def test_it_runs(name, tmp_path):
         assert all(row["decibels"] > 30 for row in record["sums"] if row["way"] == "ours")
         sent = {run["choice"]: run["grad_bytes"] for run in record["training"]["results"]}
         assert 0.25 < sent["FP8"] / sent["float32"] <= 0.26
+    if name == "kv_window":
+        record = json.loads(written[0].read_text())
+        assert len(record["rows"]) == len(record["long"]) == 2
+        assert all(row["token_mult_prob_error"] < ALIGNED for row in (*record["rows"], *record["long"]))
     if name == "stability":  # the same weights and rows before the first step
         rows = json.loads(written[0].read_text())["rows"]
         assert len({row["losses"][0][0] for row in rows}) == len(rows) == 3

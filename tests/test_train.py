@@ -261,6 +261,23 @@ def test_states_of_few_bytes_after_a_kill_go_on_to_the_same_numbers(warm_overrid
     assert record["optimizer states"] == "16-bit remainders of masters, fp8 and fp16 moments"
 
 
+@pytest.mark.parametrize("cache", ["fp8", pytest.param("auto", marks=pytest.mark.long)])
+def test_a_window_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers(warm_overrides, tmp_path, cache):
+    """Sums of two digits have three tokens with the end, of which the last does not see the first."""
+    keys = (f"policy.generation.vllm_cfg.{key}" for key in ("kv_window=1", f"kv_cache_dtype={cache}"))
+    check_kill_and_resume((*warm_overrides, *keys), tmp_path, "grpo.max_num_steps=4", "grpo.val_period=2")
+    rows = read(tmp_path / "whole")[1:]
+    assert all(row["train/token_mult_prob_error"] < ALIGNED for row in rows)
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+
+
+def test_a_window_of_the_whole_answer_changes_no_number(uninterrupted, warm_overrides, tmp_path):
+    overrides = (*LONGER, f"logger.log_dir={tmp_path}/run", "policy.generation.vllm_cfg.kv_window=5")
+    assert train(load(RECIPES / "tiny_cpu.yaml", [*warm_overrides, *overrides]))
+    for row, expected in zip(results(tmp_path / "run"), results(uninterrupted), strict=True):
+        assert {name: row[name] for name in expected} == expected
+
+
 ADAPTERS = ("policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.lora_B_init_method=kaiming")
 
 
