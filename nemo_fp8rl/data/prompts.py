@@ -144,11 +144,11 @@ def _note_on_hints(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config,
             "set grpo.hints.enabled=false"
         )
     last = hints.shares[-1], len(hints.shares), hints.template
-    hinted = [longest for prompt in with_solution if (longest := tokenizer.add_hint(prompt, *last))]
-    tokenizer.check_token(max((token for prompt in hinted for token in prompt.token_ids), default=0), vocab_size)
+    longest = [hint for prompt in with_solution if (hint := tokenizer.add_hint(prompt, *last))]
+    tokenizer.check_token(max((token for prompt in longest for token in prompt.token_ids), default=0), vocab_size)
     note = f"grpo.hints: {len(with_solution)} of {len(train)} training prompts have a solution"
-    if without := len(with_solution) - len(hinted):
-        note += f"; {without} of these cannot take the longest hint and leave room for an answer"
+    if rest := len(with_solution) - len(longest):
+        note += f"; {rest} of these cannot take the longest hint and leave room for an answer"
     return note
 
 

@@ -48,15 +48,17 @@ def ask_with_hints(
     rewards, size = groups.rewards.clone(), len(completions) // len(prompts)
     for stage, share in enumerate(hints.shares, 1):
         failed = (rewards.view(-1, size) <= 0).all(-1).nonzero()[:, 0].tolist()
-        hinted = {i: tokenizer.add_hint(prompts[i], share, stage, hints.template) for i in failed}
-        # a share of a short solution may have no token more than the share before
-        chosen = {i: prompt for i, prompt in hinted.items() if prompt and prompt.token_ids != prompts[i].token_ids}
-        if not chosen:
+        questions = dict[int, Prompt]()
+        for i in failed:
+            prompt = tokenizer.add_hint(prompts[i], share, stage, hints.template)
+            if prompt and prompt.token_ids != prompts[i].token_ids:  # a short solution may have no token to add
+                questions[i] = prompt
+        if not questions:
             continue
-        found = ask(list(chosen.values()), [f"{positions[i]}/hint {stage}" for i in chosen])
-        for row, i in enumerate(chosen):
+        answers = ask(list(questions.values()), [f"{positions[i]}/hint {stage}" for i in questions])
+        for row, i in enumerate(questions):
             old, new = (slice(at * size, (at + 1) * size) for at in (i, row))
-            prompts[i], completions[old], rewards[old] = chosen[i], found.completions[new], found.rewards[new]
+            prompts[i], completions[old], rewards[old] = questions[i], answers.completions[new], answers.rewards[new]
     return Groups(prompts, completions, rewards)
 
 
