@@ -1,6 +1,6 @@
 """What do hints and trajectory sampling gain where GRPO alone has little signal, at equal numbers of generated tokens?
 
-    python benchmarks/rollout_choices.py [--steps 60] [--seeds 5] [--jobs 1] [--dry-run] [--folder F] [--json FILE]
+    python benchmarks/rollout_choices.py [--steps 40] [--seeds 5] [--jobs 1] [--dry-run] [--folder F] [--json FILE]
 
 The task: running sums of TERMS digits, every step written, "3+8+4=" -> "3+8=11;+4=15"; the reward is 1 where all of it
 is right. A tiny model is warmed up so briefly that few of its answers are: many groups have no right answer at all, and
@@ -13,11 +13,10 @@ GRPO alone learns from the others. All runs start from the same warm model:
     pairs           grpo.trajectory_sampling: of each group the half of the pairs with the largest contrast
     pairs, shuffle  the same, drawn in ROUNDS rounds by their advantages
 
-Runs of all choices have the same steps, and with hints a step generates more tokens. So the accuracy on held-out
-prompts, greedy and without hints, is compared by generated tokens: between two validations it is on the line through
-them, and the comparison ends at the fewest tokens of any run. Differences are of runs of the same seed, that
-of the prompts' order and of sampling. With pairs an
-optimizer step has half of the rows.
+The accuracy on held-out prompts, greedy and without hints, is compared by generated tokens. A step with hints has more
+of them, so runs with hints have half of the steps. Between two validations the accuracy is on the line through them,
+and the comparison ends at the fewest tokens of any run. Differences are of runs of the same seed, that of the prompts'
+order and of sampling. With pairs an optimizer step has half of the rows.
 
 Runs are stored in --folder: an interrupted benchmark continues. A dry run is as short as can be, for the sake of the
 tests: its figures say nothing.
@@ -50,7 +49,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TERMS, PROMPTS = 4, 4000
 ANSWERS, GROUPS, ROUNDS = 16, 16, 8
 LENGTH = 40
-PERIOD = 10
+VALIDATIONS = 4
+"""Of a run, beside that at the start."""
+RATE = 1e-3
 POINTS = 8
 """Numbers of tokens at which choices are compared."""
 KEPT = "grpo.trajectory_sampling.keep_pairs=0.5"
@@ -100,13 +101,15 @@ def learn(folder: Path, choice: str, seed: int, steps: int, place: Path) -> dict
     place: see `make_warm`
     """
     run = folder / f"{choice}_{seed}_{steps}".replace(", ", "_")
+    steps = max(1, steps // 2) if choice == "hints" else steps
     rows = ANSWERS * GROUPS // (2 if KEPT in CHOICES[choice] else 1)
     keys = (
         f"policy.model_name={place}/warm",
         f"logger.log_dir={run}",
         f"grpo.seed={seed}",
         f"grpo.max_num_steps={steps}",
-        f"grpo.val_period={PERIOD}",
+        f"grpo.val_period={max(1, steps // VALIDATIONS)}",
+        f"policy.megatron_cfg.optimizer.lr={RATE}",
         f"grpo.num_prompts_per_step={GROUPS}",
         f"grpo.num_generations_per_prompt={ANSWERS}",
         "grpo.max_val_samples=256",
@@ -167,8 +170,8 @@ def numbers(found: Interval | None) -> list[float | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-up", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--dry-run", action="store_true")
@@ -186,7 +189,7 @@ def main() -> None:
     points, rows = summarize({key: results[key] for key in sorted(cases, key=lambda key: list(CHOICES).index(key[0]))})
     record = {
         "settings": {
-            **{"steps": steps, "warm_up_steps": warm_up, "seeds": seeds, "terms": TERMS},
+            **{"steps": steps, "warm_up_steps": warm_up, "seeds": seeds, "terms": TERMS, "lr": RATE},
             **{"prompts_a_step": GROUPS, "answers_a_prompt": ANSWERS, "shuffle_rounds": ROUNDS},
         },
         "machine": machine(),
