@@ -375,3 +375,11 @@ def test_prompts_without_a_solution_train_as_without_hints(start, tiny):
     assert {key: after[key] for key in before} == before
     assert after["train/hinted_ratio"] == 0 and after["train/unhinted_reward"] == before["train/reward"]
     assert weights_of(off, 1) == weights_of(on, 1)
+
+
+@pytest.mark.long
+def test_answers_ahead_of_the_trainer_have_hints_too(start):
+    ahead = "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.async_engine=true"
+    for row in rows_of(start("ahead", *HINTS, *ahead, "grpo.max_num_steps=2")):
+        assert row["train/hinted_ratio/stage_2"] > 0 and row["train/grad_norm"] > 0
+        assert row["train/version_lag_max"] == row["step"] - 1
