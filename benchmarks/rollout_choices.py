@@ -2,21 +2,22 @@
 
     python benchmarks/rollout_choices.py [--steps 40] [--seeds 5] [--jobs 1] [--dry-run] [--folder F] [--json FILE]
 
-The task: running sums of TERMS digits, every step written, "3+8+4=" -> "3+8=11;+4=15"; the reward is 1 where all of it
-is right. A tiny model is warmed up so briefly that few of its answers are: many groups have no right answer at all, and
-GRPO alone learns from the others. All runs start from the same warm model:
+The task is the demo's, additions of two numbers of two digits. A tiny model is warmed up so briefly that few of its
+answers are right: many groups have no right answer at all, and GRPO alone learns from the others. All runs start from
+the same warm model:
 
     GRPO            all answers train
-    hints           grpo.hints: a prompt without a right answer is asked again with the beginning of its sum. The worked
-                    solution of this task is the answer itself, and the model has no chat template, so a hint is a
-                    beginning that the model continues: this is the easiest kind of hint
+    hints           grpo.hints: a prompt without a right answer is asked again with the beginning of its solution. The
+                    solution of this task is the sum itself, of two or three digits, and the hint, a share of a half,
+                    is its first digit or its first two. The model has no chat template, so it continues the hint: this
+                    is the easiest kind of hint
     pairs           grpo.trajectory_sampling: of each group the half of the pairs with the largest contrast
     pairs, shuffle  the same, drawn in ROUNDS rounds by their advantages
 
-The accuracy on held-out prompts, greedy and without hints, is compared by generated tokens. A step with hints has more
-of them, so runs with hints have half of the steps. Between two validations the accuracy is on the line through them,
-and the comparison ends at the fewest tokens of any run. Differences are of runs of the same seed, that of the prompts'
-order and of sampling. With pairs an optimizer step has half of the rows.
+The accuracy on held-out prompts, greedy and without hints, is compared by generated tokens, of which a step with hints
+has more. Between two validations the accuracy is on the line through them, and the comparison ends at the fewest tokens
+of any run. Differences are of runs of the same seed, that of the prompts' order and of sampling. With pairs an
+optimizer step has half of the rows.
 
 Runs are stored in --folder: an interrupted benchmark continues. A dry run is as short as can be, for the sake of the
 tests: its figures say nothing.
@@ -25,7 +26,6 @@ tests: its figures say nothing.
 import argparse
 import json
 import os
-import random
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -39,26 +39,22 @@ from stored_runs import run_all
 
 from nemo_fp8rl.commands.compare.statistics import Interval, interval, paired_interval
 from nemo_fp8rl.commands.sft import sft
-from nemo_fp8rl.commands.tiny_model import make_chains, write_model
+from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.run.step_log import read
 from nemo_fp8rl.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
-TERMS, PROMPTS = 4, 4000
-ANSWERS, GROUPS, ROUNDS = 16, 16, 8
-LENGTH = 40
-VALIDATIONS = 4
-"""Of a run, beside that at the start."""
-RATE = 1e-3
+ANSWERS, GROUPS, ROUNDS = 16, 32, 8
+PERIOD = 10
 POINTS = 8
 """Numbers of tokens at which choices are compared."""
 KEPT = "grpo.trajectory_sampling.keep_pairs=0.5"
 REFERENCE = "GRPO"
 CHOICES: dict[str, tuple[str, ...]] = {
     REFERENCE: (),
-    "hints": ("grpo.hints.enabled=true", "grpo.hints.template='{prompt}{hint}'"),
+    "hints": ("grpo.hints.enabled=true", "grpo.hints.shares=[0.5]", "grpo.hints.template='{prompt}{hint}'"),
     "pairs": (KEPT,),
     "pairs, shuffle": (KEPT, f"grpo.trajectory_sampling.shuffle_rounds={ROUNDS}"),
 }
@@ -71,24 +67,21 @@ def whole_sum(completion: str, rendered_prompt: str, prompt: str, answer: str) -
 
 def keys_of(folder: Path) -> tuple[str, ...]:
     return (
-        f"data.train.data_path={folder}/data.jsonl",
-        "data.train.split_validation_size=0.1",
-        f"policy.max_total_sequence_length={LENGTH}",
+        f"data.train.data_path={folder}/solved.jsonl",
         "logger.tensorboard_enabled=false",
     )
 
 
 def make_warm(folder: Path, steps: int) -> Path:
-    """Return a folder with data.jsonl and the warm model, which are made where they are missing."""
+    """Return a folder with solved.jsonl and the warm model, which are made where they are missing."""
     place = folder / f"warm_{steps}"
     if (place / "warm").exists():
         return place
-    place.mkdir(parents=True, exist_ok=True)
-    with open(place / "data.jsonl", "w") as file:
-        for prompt, answer in make_chains(random.Random(0), TERMS, PROMPTS):
-            file.write(json.dumps({"prompt": prompt, "answer": answer, "solution": answer}) + "\n")
-    if not (place / "model").exists():
-        write_model(place / "model")
+    if not place.exists():
+        make_tiny(place, "add")
+    rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
+    lines = (json.dumps(row | {"solution": row["answer"]}) + "\n" for row in rows)
+    (place / "solved.jsonl").write_text("".join(lines))
     keys = f"policy.model_name={place}/model", f"sft.max_num_steps={steps}", f"logger.log_dir={place}/sft"
     quiet = "sft.val_at_start=false", "sft.val_period=0", "checkpointing.enabled=false"
     sft(load(ROOT / "conf/tiny_sft.yaml", (*keys_of(place), *keys, *quiet)), place / "warm", restartable=True)
@@ -101,21 +94,17 @@ def learn(folder: Path, choice: str, seed: int, steps: int, place: Path) -> dict
     place: see `make_warm`
     """
     run = folder / f"{choice}_{seed}_{steps}".replace(", ", "_")
-    steps = max(1, steps // 2) if choice == "hints" else steps
     rows = ANSWERS * GROUPS // (2 if KEPT in CHOICES[choice] else 1)
     keys = (
         f"policy.model_name={place}/warm",
         f"logger.log_dir={run}",
         f"grpo.seed={seed}",
         f"grpo.max_num_steps={steps}",
-        f"grpo.val_period={max(1, steps // VALIDATIONS)}",
-        f"policy.megatron_cfg.optimizer.lr={RATE}",
+        f"grpo.val_period={PERIOD}",
         f"grpo.num_prompts_per_step={GROUPS}",
         f"grpo.num_generations_per_prompt={ANSWERS}",
-        "grpo.max_val_samples=256",
         f"policy.train_global_batch_size={rows}",
         f"policy.train_micro_batch_size={rows}",
-        f"policy.generation.max_new_tokens={LENGTH - 2 * TERMS}",
         "policy.generation.val_temperature=0",
         "data.default.env_name=rollout_choices:whole_sum",
         f"checkpointing.save_period={steps}",
@@ -189,7 +178,7 @@ def main() -> None:
     points, rows = summarize({key: results[key] for key in sorted(cases, key=lambda key: list(CHOICES).index(key[0]))})
     record = {
         "settings": {
-            **{"steps": steps, "warm_up_steps": warm_up, "seeds": seeds, "terms": TERMS, "lr": RATE},
+            **{"steps": steps, "warm_up_steps": warm_up, "seeds": seeds},
             **{"prompts_a_step": GROUPS, "answers_a_prompt": ANSWERS, "shuffle_rounds": ROUNDS},
         },
         "machine": machine(),

@@ -150,9 +150,9 @@ def test_choices_are_compared_at_equal_generated_tokens(scripts):
 
 def test_a_sum_is_right_with_the_hint_before_it(scripts):
     whole_sum = scripts("rollout_choices").whole_sum
-    assert whole_sum("3+8=11;+4=15", "3+8+4=", "3+8+4=", "3+8=11;+4=15") == 1
-    assert whole_sum("11;+4=15", "3+8+4=3+8=", "3+8+4=", "3+8=11;+4=15") == 1
-    assert whole_sum("3+8=11;+4=15", "3+8+4=3+8=", "3+8+4=", "3+8=11;+4=15") == 0
+    assert whole_sum("95", "37+58=", "37+58=", "95") == 1
+    assert whole_sum("5", "37+58=9", "37+58=", "95") == 1
+    assert whole_sum("95", "37+58=9", "37+58=", "95") == 0
 
 
 def test_a_stored_run_is_computed_once_for_the_same_arguments(scripts, tmp_path):
