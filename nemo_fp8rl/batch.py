@@ -29,7 +29,7 @@ class Prompt:
     place:          file and line
     chat:           JSON of a conversation's messages and tools, as a `Record` has it; "" for a prompt that is text
     solution:       a reference solution, for grpo.hints; "" without one
-    hint_stage:     how many of grpo.hints.shares it took until this hint, which token_ids hold; 0 without a hint
+    hint_stage:     which of grpo.hints.shares the hint in token_ids has, from 1; 0 without a hint
     """
 
     index: int
