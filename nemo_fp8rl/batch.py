@@ -27,6 +27,9 @@ class Prompt:
     rendered:       the text of token_ids: what the model sees
     fields:         the fields of its line, for a reward of the user's own
     place:          file and line
+    chat:           JSON of a conversation's messages and tools, as a `Record` has it; "" for a prompt that is text
+    solution:       a reference solution, for grpo.hints; "" without one
+    hint_stage:     which of grpo.hints.shares the hint in token_ids has, from 1; 0 without a hint
     """
 
     index: int
@@ -37,6 +40,9 @@ class Prompt:
     rendered: str = field(default="", repr=False)
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     place: str = field(default="", compare=False)
+    chat: str = field(default="", repr=False)
+    solution: str = field(default="", repr=False)
+    hint_stage: int = 0
 
 
 @dataclass(frozen=True)

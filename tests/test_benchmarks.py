@@ -36,6 +36,7 @@ ARGUMENTS = {
     "refit": ["--small", "--rounds", "1", "--json", "{}/figures.json"],
     "residual": ["--samples", "8", "--folder", "{}"],
     "rollout": ["--batch-sizes", "1", "4", "--rounds", "1", "--layers", "1", "--json", "{}/figures.json"],
+    "rollout_choices": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "stability": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "turns": ["--conversations", "4", "--turns", "2", "--rounds", "1", "--json", "{}/figures.json"],
     "train_step": ["--rounds", "1", "--json", "{}/figures.json"],
@@ -132,6 +133,30 @@ def test_a_run_diverges_where_its_loss_rises_or_is_not_finite(scripts):
     assert divergence(run(*falling[:30], 9.0, *falling[30:])) is None  # one high loss
     assert divergence(run(*falling, *[6.0] * 10)) == 42  # three of ten
     assert divergence(run(5.5, *[6.2] * 20)) == 9  # never below its start
+
+
+def test_choices_are_compared_at_equal_generated_tokens(scripts):
+    """Of lines through their validations, up to the fewest tokens of a run."""
+    names = ("frac_reward_zero_std", "hinted_ratio", "unhinted_reward", "reward", "generated_tokens")
+
+    def run(tokens: list[int], accuracy: list[float]) -> dict[str, object]:
+        return {"tokens": tokens, "accuracy": accuracy, **dict.fromkeys(names)}
+
+    slow, fast = ([0, 800], [0.0, 0.4]), ([0, 400, 1600], [0.0, 0.4, 0.4])
+    runs = {("GRPO", 0): run(*slow), ("GRPO", 1): run(*slow), ("hints", 0): run(*fast), ("hints", 1): run(*slow)}
+    points, (grpo, hints) = scripts("rollout_choices").summarize(runs)
+    assert points == [0, 100, 200, 300, 400, 500, 600, 700, 800]
+    assert [mean for mean, _ in grpo["accuracy"]] == pytest.approx([point / 2000 for point in points])
+    assert hints["accuracy"][4] == pytest.approx([0.3, 12.706 * 0.1], abs=1e-3), "0.4 and 0.2"
+    assert hints["less_grpo"][4] == pytest.approx([0.1, 12.706 * 0.1], abs=1e-3)
+    assert hints["less_grpo"][8] == [0, 0]
+
+
+def test_a_sum_is_right_with_the_hint_before_it(scripts):
+    whole_sum = scripts("rollout_choices").whole_sum
+    assert whole_sum("95", "37+58=", "37+58=", "95") == 1
+    assert whole_sum("5", "37+58=9", "37+58=", "95") == 1
+    assert whole_sum("95", "37+58=9", "37+58=", "95") == 0
 
 
 def test_a_stored_run_is_computed_once_for_the_same_arguments(scripts, tmp_path):

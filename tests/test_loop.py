@@ -15,6 +15,7 @@ from nemo_fp8rl.batch import Completion, Prompt
 from nemo_fp8rl.cli import main
 from nemo_fp8rl.common.errors import BAD_INPUT, UserError
 from nemo_fp8rl.common.stopwatch import Stopwatch
+from nemo_fp8rl.config.grpo_schema import HintsConfig
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation.engine_arguments import engine_arguments
 from nemo_fp8rl.generation.engine_pool import EnginePool
@@ -265,6 +266,7 @@ def test_what_dynamic_sampling_drops_is_in_the_counts(dynamic):
     rounds = [[(wrong, wrong), (wrong, wrong)], [(wrong, wrong), (right, wrong)], [(wrong, right), (right, wrong)]]
     asked = iter(rounds if dynamic else rounds[1:])
     grpo = {"num_prompts_per_step": 2, "use_dynamic_sampling": dynamic, "dynamic_sampling_max_gen_batches": 3}
+    grpo["hints"] = HintsConfig()
     data = SimpleNamespace(default=SimpleNamespace(env_name="exact_match"))
     cfg = SimpleNamespace(grpo=SimpleNamespace(seed=1, **grpo), data=data)
     sampling = Sampling(num_generations=2, max_new_tokens=3, temperature=1.0, stop_token_ids=())

@@ -26,7 +26,7 @@ def rollout_of(rewards: list[float], reasons: str) -> Rollout:
     ends = {"s": "stop", "l": "length"}
     answers = [Completion((9,) * (i + 1), (-1.0,) * (i + 1), ends[reasons[i]], 0) for i in range(8)]
     scores = torch.tensor(rewards)
-    return Rollout(prompts, answers, scores, torch.arange(2).repeat_interleave(4), 1, scores, 36, 0, 1.0)
+    return Rollout(prompts, answers, scores, torch.arange(2).repeat_interleave(4), 1, scores, 36, 0, 1.0, scores)
 
 
 def batch_of(rollout: Rollout):

@@ -82,6 +82,25 @@ class TrajectorySamplingConfig(Block):
 
 
 @dataclass(frozen=True)
+class HintsConfig(Block):
+    """Beginnings of reference solutions for prompts that the policy never answers (ours; GHPO, arXiv 2507.10628)."""
+
+    enabled: Annotated[bool, EarlierRuns(False)] = False
+    """Ask prompts without a right answer again, with the beginning of a solution (ours). None is right where the
+    verifier gives all of them 0 or less. The answers to the last question train, as answers to the prompt with its
+    hint. Validation has no hints."""
+    shares: Annotated[tuple[float, ...], EarlierRuns((0.25, 0.5, 0.75))] = (0.25, 0.5, 0.75)
+    """Shares of the solution's tokens, one after another until an answer is right (ours)."""
+    start_step: Annotated[int, AT_LEAST_0, EarlierRuns(0)] = 0
+    """Steps at the start of the run that have no hints (ours)."""
+    template: Annotated[str, EarlierRuns("{prompt}\n\nA solution begins as follows:\n{hint}")] = (
+        "{prompt}\n\nA solution begins as follows:\n{hint}"
+    )
+    """Question and hint in the user's message (ours). The chat template comes after it. A conversation that does not
+    end with a user's message has no hint."""
+
+
+@dataclass(frozen=True)
 class GrpoConfig(Block):
     num_prompts_per_step: Annotated[int, ABOVE_0, NEMO_RL] = 32
     """Prompts of a step."""
@@ -109,6 +128,7 @@ class GrpoConfig(Block):
     """Leave truncated answers out of the loss."""
     reward_shaping: Annotated[RewardShapingConfig, NEMO_RL_LOOP] = field(default_factory=RewardShapingConfig)
     trajectory_sampling: TrajectorySamplingConfig = field(default_factory=TrajectorySamplingConfig)
+    hints: HintsConfig = field(default_factory=HintsConfig)
     val_period: Annotated[int, AT_LEAST_0, MAY_CHANGE, NEMO_RL_LOOP] = 10
     """Steps between validations; 0 never validates."""
     val_at_start: Annotated[bool, MAY_CHANGE, NEMO_RL_LOOP] = True

@@ -9,6 +9,7 @@ The meaning of a key is the first sentence of the text below its field.
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -120,7 +121,9 @@ def _type_name(hint: Any) -> str:
 def _yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return "[]" if value == () else str(value)
+    if isinstance(value, tuple):
+        return json.dumps(value)
+    return json.dumps(value) if isinstance(value, str) and "\n" in value else str(value)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ class TrainDataConfig(Block):
     """Field of the prompt; null is prompt, messages or conversations."""
     output_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP, NotBlank("name a field")] = None
     """Field of the answer; null is answer, or the last message of a conversation."""
+    solution_key: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NotBlank("name a field")] = None
+    """Field of a reference solution, of which grpo.hints takes the beginning; null is solution (ours)."""
     split: Annotated[str | None, EarlierRuns(None), SAME_PROMPTS, NEMO_RL_LOOP] = None
     """Part of a folder that has several; null is train."""
     kind: Annotated[Literal["answers", "text"], EarlierRuns("answers")] = "answers"

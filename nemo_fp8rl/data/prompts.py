@@ -12,7 +12,7 @@ from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.data.chat_template import PromptRenderer
 from nemo_fp8rl.data.dataset import read_dataset
 from nemo_fp8rl.data.order import count_steps
-from nemo_fp8rl.data.records import FieldNames, Record
+from nemo_fp8rl.data.records import SOLUTION_FIELD, FieldNames, Record
 from nemo_fp8rl.data.rewards import VERIFIERS, load_scorer
 from nemo_fp8rl.data.split import split_records
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
@@ -64,7 +64,8 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
     if cfg.data.train.kind == "text":
         raise UserError("data.train.kind=text: documents have no answers, which a reward needs; they are for sft")
     scorer = load_scorer(cfg.data.default.env_name)
-    train_records, val_records = read_split(cfg, any_answer=cfg.data.default.env_name not in VERIFIERS)
+    any_answer = cfg.data.default.env_name not in VERIFIERS
+    train_records, val_records = read_split(cfg, any_answer, with_solutions=cfg.grpo.hints.enabled)
     scorer.check_fields([(record.place, record.fields) for record in (*train_records, *val_records)])
     tokenizer = open_tokenizer(cfg, vocab_size, date)
     held_out = val_records[: cfg.grpo.max_val_samples]
@@ -81,7 +82,10 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
     if not val:
         raise UserError(f"no validation prompt is left{dropped}; {longer} or add shorter prompts")
     printed = date or tokenizer.renderer.printed_date
-    prompts = PromptSets(tokenizer, train, val, num_too_long, _notes(tokenizer, train, cfg), printed)
+    notes = _notes(tokenizer, train, cfg)
+    if cfg.grpo.hints.enabled:
+        notes = (*notes, _note_on_hints(tokenizer, train, cfg, vocab_size))
+    prompts = PromptSets(tokenizer, train, val, num_too_long, notes, printed)
     steps = prompts.limit_steps(cfg)[0].grpo.max_num_steps
     if steps < cfg.grpo.max_num_steps:
         note = f"grpo.max_num_epochs={cfg.grpo.max_num_epochs} ends the run after {steps} steps"
@@ -89,12 +93,19 @@ def load_prompts(cfg: Config, vocab_size: int, date: datetime | None = None) -> 
     return prompts
 
 
-def read_split(cfg: Config, any_answer: bool) -> tuple[list[Record], list[Record]]:
-    """Return the records of training and validation. any_answer: see `FieldNames`."""
+def read_split(cfg: Config, any_answer: bool, with_solutions: bool = False) -> tuple[list[Record], list[Record]]:
+    """Return the records of training and validation.
+
+    any_answer:      see `FieldNames`
+    with_solutions:  read the reference solutions of the file for training
+    """
+    solution = cfg.data.train.solution_key or SOLUTION_FIELD
 
     def read(data: TrainDataConfig | ValidationDataConfig, block: str) -> list[Record]:
         is_text = cfg.data.train.kind == "text"
         names = FieldNames(block, data.input_key, data.output_key, any_answer=any_answer, is_text=is_text)
+        if with_solutions and isinstance(data, TrainDataConfig):
+            names = replace(names, solution=solution)
         return read_dataset(data.data_path, names, data.split)
 
     return split_records(
@@ -122,6 +133,25 @@ def template_notes(renderer: PromptRenderer, text: str) -> list[str]:
     return notes
 
 
+def _note_on_hints(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config, vocab_size: int) -> str:
+    """Return a sentence about the solutions. Raises UserError without any, and for tokens that the model lacks."""
+    hints, key = cfg.grpo.hints, cfg.data.train.solution_key
+    with_solution = [prompt for prompt in train if prompt.solution]
+    if not with_solution:
+        raise UserError(
+            f'grpo.hints.enabled=true, and no training prompt has a solution in "{key or SOLUTION_FIELD}" '
+            f"(data.train.solution_key={'null' if key is None else key}): name the field of the solutions there, or "
+            "set grpo.hints.enabled=false"
+        )
+    last = hints.shares[-1], len(hints.shares), hints.template
+    longest = [hint for prompt in with_solution if (hint := tokenizer.add_hint(prompt, *last))]
+    tokenizer.check_token(max((token for prompt in longest for token in prompt.token_ids), default=0), vocab_size)
+    note = f"grpo.hints: {len(with_solution)} of {len(train)} training prompts have a solution"
+    if rest := len(with_solution) - len(longest):
+        note += f"; {rest} of these cannot take the longest hint and leave room for an answer"
+    return note
+
+
 def _notes(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config) -> tuple[str, ...]:
     notes = template_notes(tokenizer.renderer, train[0].rendered)
     answers: dict[tuple[int, ...], set[str]] = {}
@@ -139,7 +169,11 @@ def _notes(tokenizer: PromptTokenizer, train: list[Prompt], cfg: Config) -> tupl
 
 
 def _content(prompt: Prompt) -> tuple[object, ...]:
-    """Return what an answer's reward depends on. Texts alone have the form that earlier versions recorded."""
+    """Return what an answer's reward, or a hint, depends on.
+
+    Texts alone have the form that earlier versions recorded.
+    """
+    solution = (prompt.solution,) if prompt.solution else ()
     if prompt.other_answers or not prompt.answer:
-        return prompt.text, prompt.answer, prompt.other_answers, repr(prompt.fields.get("answer"))
-    return prompt.text, prompt.answer
+        return prompt.text, prompt.answer, prompt.other_answers, repr(prompt.fields.get("answer")), *solution
+    return prompt.text, prompt.answer, *solution

@@ -20,6 +20,7 @@ TEXT_FIELD = "text"
 PROMPT_FIELDS = ("prompt", "messages", "conversations")
 """Fields that are looked for where no `input_key` is given; a line has one of them."""
 ANSWER_FIELD = "answer"
+SOLUTION_FIELD = "solution"
 SHAREGPT_ROLES = {
     **{"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"},
     **{"model": "assistant", "system": "system", "tool": "tool", "observation": "tool"},
@@ -37,6 +38,7 @@ class FieldNames:
     output_key:  field of the answer; None is ANSWER_FIELD, or the last message of a conversation
     any_answer:  an answer may have any JSON type or be missing: its reader decides
     is_text:     records are documents, without answers
+    solution:    field of the reference solution; "" reads none
     """
 
     block: str = "data.train"
@@ -44,6 +46,7 @@ class FieldNames:
     output_key: str | None = None
     any_answer: bool = False
     is_text: bool = False
+    solution: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Record:
                     that ends it, if one does; "" for a prompt that is text
     fields:         all fields of the line, and its `prompt` and `answer`
     place:          file and line
+    solution:       a reference solution as text; "" where the line has none, or none is read
     """
 
     prompt: str
@@ -65,6 +69,7 @@ class Record:
     chat: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     place: str = field(default="", compare=False)
+    solution: str = ""
 
     @property
     def question(self) -> tuple[str, str]:
@@ -125,10 +130,11 @@ def parse_record(row: Any, place: str, names: FieldNames) -> Record:
         )
     answer = _find_answer(row, place, names, answer_of_chat)
     answers = _accepted_answers(answer, place, names)
-    for part in (text, chat, *answers):
+    solution = _find_solution(row, place, names)
+    for part in (text, chat, *answers, solution):
         _check_characters(part, f'{place}: "{key}" or its answer')
     fields = {**row, "prompt": prompt, "answer": answer}
-    return Record(text, answers[0], answers[1:], chat, fields, place)
+    return Record(text, answers[0], answers[1:], chat, fields, place, solution)
 
 
 def _parse_document(row: Mapping[str, Any], place: str, names: FieldNames) -> Record:
@@ -229,6 +235,19 @@ def _find_answer(row: Mapping[str, Any], place: str, names: FieldNames, answer_o
     raise UserError(
         f'{place}: "{key}" is missing or null; {_known(row)}: set {names.block}.output_key to the field of the answer'
     )
+
+
+def _find_solution(row: Mapping[str, Any], place: str, names: FieldNames) -> str:
+    """Return the reference solution, "" without one. Raises UserError for a value that is no text."""
+    solution = _lookup(row, names.solution) if names.solution else None
+    if solution is None:
+        return ""
+    if not isinstance(solution, str):
+        raise UserError(
+            f'{place}: "{names.solution}" is {short_json(solution)}, which is no text; write the solution as a string, '
+            f"or set {names.block}.solution_key to another field"
+        )
+    return solution if solution.strip() else ""
 
 
 def _accepted_answers(answer: Any, place: str, names: FieldNames) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """Convert text to tokens and back, by the checkpoint's tokenizer and a chat template."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 
 from nemo_fp8rl.batch import Prompt
@@ -10,6 +12,9 @@ from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.data.chat_template import PromptRenderer
 from nemo_fp8rl.data.records import Record
 from nemo_fp8rl.hf.hub import checkpoint_folder
+
+INCOMPLETE = "\ufffd"
+"""What tokens decode to that end within a character."""
 
 
 class PromptTokenizer:
@@ -63,6 +68,34 @@ class PromptTokenizer:
         """Return the tokens of an answer, followed by the end of the sequence."""
         return [*self.tokenizer(text, add_special_tokens=False).input_ids, self.eos_token_id]
 
+    def add_hint(self, prompt: Prompt, share: float, stage: int, template: str) -> Prompt | None:
+        """Return the prompt with the beginning of its solution in the user's message; it may have a hint already.
+
+        share:     of the tokens of the solution, rounded to whole tokens (of two equally near numbers, to the even one)
+        template:  text with {prompt} and {hint}
+        Returns:   None without a solution, for a share of no token, where the last message is not the user's, and where
+                   no room is left for an answer
+        Source: GHPO, arXiv 2507.10628, whose released code takes shares of characters and cuts the question where the
+                hinted prompt is too long
+        """
+        hint = self._first_tokens(prompt.solution, share) if prompt.solution else ""
+        if not hint.strip():
+            return None
+        if prompt.chat:
+            chat = json.loads(prompt.chat)
+            last = chat["messages"][-1]
+            if last["role"] != "user":
+                return None
+            last["content"] = _fill_template(template, last["content"], hint)
+            record = Record(prompt.text, "", chat=json.dumps(chat, ensure_ascii=False), place=prompt.place)
+        else:
+            record = Record(_fill_template(template, prompt.text, hint), "", place=prompt.place)
+        rendered, token_ids = self.renderer.render(record)
+        if len(token_ids) > self.max_prompt_tokens:
+            return None
+        fields = {**prompt.fields, "rendered_prompt": rendered}
+        return replace(prompt, token_ids=tuple(token_ids), rendered=rendered, fields=fields, hint_stage=stage)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
@@ -77,7 +110,25 @@ class PromptTokenizer:
             *(index, record.prompt, record.answer, tuple(tokens), record.other_answers, rendered),
             fields=fields,
             place=record.place,
+            chat=record.chat,
+            solution=record.solution,
         )
+
+    def _first_tokens(self, text: str, share: float) -> str:
+        """Return the text of the first tokens, as many as the share of all, without a character that is cut."""
+        token_ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        count = round(share * len(token_ids))
+        part = self.decode(token_ids[:count])
+        while part.endswith(INCOMPLETE) and INCOMPLETE not in text:
+            count -= 1
+            part = self.decode(token_ids[:count])
+        return part
+
+
+def _fill_template(template: str, question: str, hint: str) -> str:
+    """Return the question with the hint. Neither is searched for places of the template."""
+    before, _, after = template.partition("{hint}")
+    return f"{before.replace('{prompt}', question)}{hint}{after.replace('{prompt}', question)}"
 
 
 @contextmanager

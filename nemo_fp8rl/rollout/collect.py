@@ -1,12 +1,13 @@
 """The first half of a step: generate answers to prompts, score them, and compute their advantages.
 
-With dynamic sampling answers are generated until the rewards of a group differ.
+With dynamic sampling answers are generated until the rewards of a group differ; with hints, failed prompts are asked
+again before.
 """
 
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from nemo_fp8rl.data.rewards import Answered, load_scorer
 from nemo_fp8rl.data.rewards.answer_form import has_answer, may_lack_answer
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
 from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
+from nemo_fp8rl.rollout.hints import Groups, ask_with_hints
 
 PromptsOfRound = Callable[[int], Sequence[Prompt]]
 """Prompts of generation round 0, 1, ... of a step; more than one only with dynamic sampling."""
@@ -45,10 +47,12 @@ class Rollout:
     rewards:            float32 [B], the verifier's
     group_ids:          int64 [B], one value per prompt
     rounds:             generation rounds; more than one only with dynamic sampling
-    all_rewards:        float32 [answers], the verifier's, of all rounds, also of the answers that were dropped
+    all_rewards:        float32 [answers], the verifier's, of all rounds and of all stages of hints, also of the answers
+                        that were dropped
     generated_tokens:   tokens of all these answers
     truncated_answers:  how many of all these answers reached the maximum length
     generate_seconds:   seconds in which engines generated these answers
+    unhinted_rewards:   float32 [answers], those of `all_rewards` whose prompts had no hint
     """
 
     prompts: list[Prompt]
@@ -60,6 +64,21 @@ class Rollout:
     generated_tokens: int
     truncated_answers: int
     generate_seconds: float
+    unhinted_rewards: Tensor
+
+
+@dataclass
+class AnswerCounts:
+    """What is counted of all answers of a step, in order of their generation."""
+
+    rewards: list[Tensor] = field(default_factory=list)
+    generated_tokens: int = 0
+    truncated: int = 0
+
+    def add(self, completions: Sequence[Completion], rewards: Tensor) -> None:
+        self.rewards.append(rewards)
+        self.generated_tokens += sum(len(completion.token_ids) for completion in completions)
+        self.truncated += sum(completion.finish_reason == "length" for completion in completions)
 
 
 def collect_rollout(
@@ -73,44 +92,58 @@ def collect_rollout(
 ) -> Rollout:
     """Generate and score completions of a step's prompts.
 
-    With grpo.use_dynamic_sampling, groups whose rewards are all equal are dropped, and further rounds sample other
+    With grpo.hints, groups without a right answer are asked again with a hint (`rollout.hints`). With
+    grpo.use_dynamic_sampling, groups whose rewards are all equal are dropped, and further rounds sample other
     prompts (DAPO, arXiv 2503.14476). Raises StepRefused when the rounds do not suffice.
     """
-    dynamic = cfg.grpo.use_dynamic_sampling
+    dynamic, hints = cfg.grpo.use_dynamic_sampling, cfg.grpo.hints
     num_prompts = cfg.grpo.num_prompts_per_step
     size = sampling.num_generations
     sampled_prompts: list[Prompt] = []
     completions: list[Completion] = []
     scores: list[Tensor] = []
-    all_scores: list[Tensor] = []
-    generated = truncated = 0
+    first_scores: list[Tensor] = []
+    answers = AnswerCounts()
+
+    def ask(prompts: Sequence[Prompt], positions: Sequence[int | str]) -> Groups:
+        with clock("generate", len(prompts)) as on_progress:
+            seeds = [sample_seed(cfg.grpo.seed, step, position) for position in positions]
+            groups = generation.generate([p.token_ids for p in prompts], seeds, sampling, on_progress)
+        flat = [completion for group in groups for completion in group]
+        with clock("reward"):
+            rewards = score_answers(cfg, tokenizer, [p for p in prompts for _ in range(size)], flat)
+        answers.add(flat, rewards)
+        return Groups(list(prompts), flat, rewards)
+
     for round_ in range(cfg.grpo.dynamic_sampling_max_gen_batches if dynamic else 1):
         prompts = prompts_of_round(round_)
         if not prompts:
             break
-        with clock("generate", len(prompts)) as on_progress:
-            seeds = [sample_seed(cfg.grpo.seed, step, round_ * num_prompts + i) for i in range(len(prompts))]
-            groups = generation.generate([p.token_ids for p in prompts], seeds, sampling, on_progress)
-        flat = [completion for group in groups for completion in group]
-        generated += sum(len(completion.token_ids) for completion in flat)
-        truncated += sum(completion.finish_reason == "length" for completion in flat)
-        with clock("reward"):
-            rewards = score_answers(cfg, tokenizer, [p for p in prompts for _ in range(size)], flat)
-        all_scores.append(rewards)
-        signal = torch.ones(len(flat), dtype=torch.bool)
+        positions = [round_ * num_prompts + i for i in range(len(prompts))]
+        groups = ask(prompts, positions)
+        first_scores.append(groups.rewards)
+        if hints.enabled and step > hints.start_step:
+            groups = ask_with_hints(hints, tokenizer, groups, positions, ask)
+        signal = torch.ones(len(groups.completions), dtype=torch.bool)
         if dynamic:
-            signal = groups_with_signal(rewards, torch.arange(len(prompts)).repeat_interleave(size))
-        for i, prompt in enumerate(prompts):
+            signal = groups_with_signal(groups.rewards, torch.arange(len(prompts)).repeat_interleave(size))
+        for i, prompt in enumerate(groups.prompts):
             rows = slice(i * size, (i + 1) * size)
             if signal[i * size] and len(scores) < num_prompts:
                 sampled_prompts += [prompt] * size
-                completions += flat[rows]
-                scores.append(rewards[rows])
+                completions += groups.completions[rows]
+                scores.append(groups.rewards[rows])
         if len(scores) == num_prompts:
             group_ids = torch.arange(num_prompts).repeat_interleave(size)
-            rewards, all_rewards = torch.cat(scores), torch.cat(all_scores)
-            counts = round_ + 1, all_rewards, generated, truncated
-            return Rollout(sampled_prompts, completions, rewards, group_ids, *counts, clock.seconds["generate"])
+            return Rollout(
+                sampled_prompts,
+                completions,
+                torch.cat(scores),
+                group_ids,
+                *(round_ + 1, torch.cat(answers.rewards), answers.generated_tokens, answers.truncated),
+                clock.seconds["generate"],
+                torch.cat(first_scores),
+            )
     raise StepRefused(
         f"dynamic sampling found {len(scores)} of {num_prompts} prompts whose answers are not all alike in "
         f"grpo.dynamic_sampling_max_gen_batches={cfg.grpo.dynamic_sampling_max_gen_batches} rounds; raise it, or give "

@@ -8,6 +8,7 @@ from nemo_fp8rl.algorithms.policy_update import Judgement
 from nemo_fp8rl.batch import SequenceBatch
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.rollout.collect import Rollout
+from nemo_fp8rl.rollout.hints import hint_metrics
 
 
 def step_metrics(
@@ -23,14 +24,17 @@ def step_metrics(
     metrics |= known_route_share(batch)
     metrics |= {
         "reward": float(rollout.all_rewards.mean()),
+        "generated_tokens": rollout.generated_tokens,
         "mean_gen_tokens_per_sample": rollout.generated_tokens / len(rollout.all_rewards),
         "truncation_rate": rollout.truncated_answers / len(rollout.all_rewards),
         "global_valid_toks": float(batch.loss_mask.sum()),
         "generation_rounds": rollout.rounds,
         "optimizer_steps_skipped": skipped,
     }
-    if cfg.grpo.use_dynamic_sampling:
+    if cfg.grpo.use_dynamic_sampling or cfg.grpo.hints.enabled:
         metrics["filtered_reward"] = float(rollout.rewards.mean())
+    if cfg.grpo.hints.enabled:
+        metrics |= hint_metrics(cfg.grpo.hints, rollout.prompts, rollout.unhinted_rewards)
     # a metric of no token (all rejected, none finite) is left out: JSON has no NaN
     return {f"train/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 

@@ -42,6 +42,7 @@ def _sample(rollout: Rollout, batch: ScoredBatch, tokenizer: PromptTokenizer, ro
         tokens=tokenizer.decode_each(token_ids),
         prev_logprobs=_round_logprobs(batch.prev_logprobs[row, part]),
         generation_logprobs=_round_logprobs(batch.generation_logprobs[row, part]),
+        hint_stage=prompt.hint_stage,
     )
 
 

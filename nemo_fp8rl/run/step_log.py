@@ -25,6 +25,7 @@ class Sample:
     tokens:               the texts of the first tokens
     prev_logprobs:        the trainer's log-probs of these tokens, None where not finite
     generation_logprobs:  the engine's, likewise
+    hint_stage:           the stage of grpo.hints whose hint the model saw; 0 without a hint
 
     Raises: ValueError for lists of different lengths
     """
@@ -38,6 +39,7 @@ class Sample:
     prev_logprobs: list[float | None]
     generation_logprobs: list[float | None]
     rendered_prompt: str = ""
+    hint_stage: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.prev_logprobs) == len(self.generation_logprobs):

@@ -550,6 +550,13 @@ def test_a_cycle_of_defaults_is_refused(folder):
             ],
             ["grpo.trajectory_sampling", "loss_fn.use_kl_in_reward=true", "set it to false"],
         ),
+        (["grpo.hints.shares=[]"], ["grpo.hints.shares=[]", "between 0 and 1"]),
+        (["grpo.hints.shares=[0.5, 0.5]"], ["grpo.hints.shares=[0.5, 0.5] must grow strictly"]),
+        (["grpo.hints.shares=[0.0, 0.5]"], ["grpo.hints.shares=[0.0, 0.5]"]),
+        (["grpo.hints.shares=[0.5, 1.0]"], ["grpo.hints.shares=[0.5, 1.0]", "the whole solution"]),
+        (["grpo.hints.shares=[.nan]"], ["grpo.hints.shares=[nan]"]),
+        (["grpo.hints.template='{hint}'"], ["grpo.hints.template='{hint}'", "has not so {prompt}"]),
+        (["grpo.hints.template='{prompt}{hint}{hint}'"], ["grpo.hints.template", "has not so {hint}"]),
     ],
 )
 def test_values_that_contradict_each_other_are_named(refusal, overrides, keys):

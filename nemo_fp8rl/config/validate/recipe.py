@@ -10,6 +10,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import has_password, looks_secret
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.config.validate.generation import check_colocated, check_updates_in_flight
+from nemo_fp8rl.config.validate.hints import check_hints
 from nemo_fp8rl.config.validate.training import check_training, lookup
 from nemo_fp8rl.config.validate.trajectories import check_trajectories
 
@@ -18,6 +19,7 @@ def check(cfg: Config, has_rollouts: bool = True) -> None:
     """Raise UserError for values that contradict each other; has_rollouts: see `recipe.load`."""
     if has_rollouts:
         check_trajectories(cfg)
+        check_hints(cfg.grpo.hints)
         _check_rollout_size(cfg)
     check_training(cfg)
     cfg.loss_fn.check()

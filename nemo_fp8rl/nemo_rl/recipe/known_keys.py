@@ -46,6 +46,9 @@ not take, `stock/stock_limits.py` refuses."""
 OUR_LOOP_KEYS = {
     "grpo.trajectory_sampling": "NeMo RL's loop computes the log-probs of all answers, and its trainer does not learn "
     "which of them are a group",
+    "grpo.hints": "an environment of NeMo RL adds a turn behind the first answer, and cannot put another prompt in the "
+    "place of the first; nor do its datasets keep a solution",
+    "data.train.solution_key": "it is for grpo.hints",
 }
 """Keys of our own loop beside NeMo RL's, and why they have no place in its loop."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any"}

@@ -100,6 +100,8 @@ def test_a_key_of_our_own_loop_says_where_it_belongs(refusal):
     said = refusal(CHILD, "+grpo.trajectory_sampling.keep_pairs=0.5")
     assert "grpo.trajectory_sampling is for recipes of `nemo-fp8rl train`" in said
     assert said == refusal(CHILD + "grpo: {trajectory_sampling: {keep_pairs: 0.5}}\n")
+    assert "cannot put another prompt in the place" in refusal(CHILD, "+grpo.hints.enabled=true")
+    assert "it is for grpo.hints" in refusal(CHILD, "+data.train.solution_key=solution")
 
 
 def test_an_override_marker_below_the_top_is_refused(refusal):
