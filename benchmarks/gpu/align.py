@@ -105,11 +105,12 @@ class Measurement:
             *(SMALLEST if self.dry_run else ()),
         ]
 
-    def loop(self, flow: str, kv: bool, align: str) -> dict[str, float] | str:
+    def loop(self, flow: str, kv: bool, align: str, precision: str = "bfloat16") -> dict[str, float] | str:
         """Return the means of a run's metrics, or why there are none."""
-        run = self.folder / f"{flow}{'_kv' if kv else ''}_{align}"
+        run = self.folder / f"{flow}{'_kv' if kv else ''}_{align}_{precision}"
         places = f"logger.log_dir={run}", f"grpo.max_num_steps={self.steps}", "checkpointing.enabled=false"
-        if error := self.command("train", "tiny_cpu.yaml", *self.overrides(flow, kv, align), *places):
+        keys = *self.overrides(flow, kv, align), f"policy.precision={precision}"
+        if error := self.command("train", "tiny_cpu.yaml", *keys, *places):
             return error
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         trained = [row for row in rows if "train/token_mult_prob_error" in row]
@@ -117,7 +118,9 @@ class Measurement:
         return {
             "token_mult_prob_error": fmean(row["train/token_mult_prob_error"] for row in trained),
             "worst_step": max(row["train/token_mult_prob_error"] for row in trained),
+            "gen_kl_error": fmean(row["train/gen_kl_error"] for row in trained),
             "exact_logprob_fraction": fmean(row["train/exact_logprob_fraction"] for row in trained),
+            "overflow_ratio": fmean(row.get("train/overflow_ratio", 0.0) for row in trained),
             "step_seconds": median(row["timing/total_step_time"] for row in steady),
             "train_seconds": median(row["timing/train"] for row in steady),
             "logprob_seconds": median(row["timing/logprob"] for row in steady),

@@ -74,7 +74,8 @@ class OptimizerConfig(Block):
     loss_scale: Annotated[float | None, ABOVE_0, EarlierRuns(None), NEMO_RL] = None
     """Constant factor of the loss in float16; null lets it rise and fall."""
     initial_loss_scale: Annotated[float, ABOVE_0, EarlierRuns(65536.0), NEMO_RL] = 65536.0
-    """First factor of the loss in float16. Megatron's own 2^32 overflows for about sixteen steps, each with a rollout."""
+    """First factor of the loss in float16. Megatron's 2^32, the default of a recipe for NeMo RL, overflows for about
+    sixteen steps."""
     min_loss_scale: Annotated[float, Range(at_least=1), EarlierRuns(1.0), NEMO_RL] = 1.0
     """Smallest factor of the loss in float16. A step that overflows at it ends the run."""
     loss_scale_window: Annotated[int, ABOVE_0, EarlierRuns(1000), NEMO_RL] = 1000

@@ -88,8 +88,8 @@ def _check_number_format(cfg: Config) -> None:
         )
     if cfg.policy.precision == "float16" and choice.fp8_param:
         raise UserError(
-            "nemo_fp8rl.fp8_param=true needs policy.precision=bfloat16, got float16: this package compared the bytes of "
-            "such weights with those of bfloat16 parameters alone; set fp8_param=false"
+            "nemo_fp8rl.fp8_param=true needs policy.precision=bfloat16, got float16: the bytes of such weights were "
+            "compared with those of bfloat16 parameters alone; set fp8_param=false"
         )
     if choice.fp8_param and choice.flow != "fp8_e2e":
         raise UserError(

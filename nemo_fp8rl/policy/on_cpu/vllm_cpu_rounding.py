@@ -63,9 +63,12 @@ def sums_in_order(dtype: torch.dtype) -> bool:
 
 
 def experts_sum_in_order(dtype: torch.dtype) -> bool:
-    """True if bfloat16 experts must sum in the order of vLLM's vector kernel (`avx_experts`): on a CPU without AMX."""
-    on_cpu = dtype is torch.bfloat16 and not torch.cuda.is_available()
-    return on_cpu and not torch.cpu._is_amx_tile_supported()
+    """True if 16-bit experts must sum in the order of vLLM's vector kernel (`avx_experts`): on a CPU.
+
+    AMX multiplies experts in bfloat16, and in no other dtype (layers/fused_moe/experts/cpu_moe.py).
+    """
+    uses_amx = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return sums_in_order(dtype) and not uses_amx
 
 
 def round_as_kernel(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -46,8 +46,8 @@ def overflows(metrics: dict[str, float], ddp: DistributedDataParallel, scale: Lo
         )
     if not scale.can_fall:
         raise DivergenceError(
-            f"a gradient is above 65504, the largest float16, at a loss scale of {scale.value:g}, which cannot fall, so "
-            f"no weight was moved: set {OPTIMIZER}.loss_scale=null for a scale that falls, lower "
+            f"a gradient is above 65504, the largest float16, at a loss scale of {scale.value:g}, which cannot fall, "
+            f"so no weight was moved: set {OPTIMIZER}.loss_scale=null for a scale that falls, lower "
             f"{OPTIMIZER}.min_loss_scale, or set policy.precision=bfloat16"
         )
     return True

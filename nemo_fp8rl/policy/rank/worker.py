@@ -209,8 +209,11 @@ class MegatronWorker:
             with self._dropout(), self.noise.applied(self.rank_weights.norms):
                 metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
             finalize_model_grads([self.ddp])
-            scale = self.loss_scale.value if self.loss_scale else 1.0  # of these gradients
-            if skipped := overflows(metrics, self.ddp, self.loss_scale):
+            of_scale: dict[str, float] = {}
+            skipped = overflows(metrics, self.ddp, self.loss_scale)
+            if self.loss_scale is not None:
+                of_scale = {"loss_scale": self.loss_scale.value, "overflow_ratio": float(skipped)}
+            if self.loss_scale is not None and skipped:
                 grad_norm, raises = 0.0, 0
                 self.loss_scale.record_overflow()
             else:
@@ -218,9 +221,7 @@ class MegatronWorker:
             if self.layout.adapters:  # between steps an adapter's parameter then has 14 bytes
                 self.ddp.offload_grad_buffers(empty_cache=False)
         metrics = {**metrics, "grad_norm": grad_norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
-        metrics["grad_bytes"] = largest_of_ranks(self.ddp.sent_bytes)
-        if self.loss_scale:
-            metrics |= {"loss_scale": scale, "overflow_ratio": float(skipped)}
+        metrics |= {"grad_bytes": largest_of_ranks(self.ddp.sent_bytes)} | of_scale
         return {**metrics, "global_scale_raises": float(raises)} if self.global_scales.matrices else metrics
 
     def _update_weights(self, schedules: bool) -> tuple[float, int]:
