@@ -14,7 +14,13 @@ import torch
 from nemo_fp8rl.algorithms.importance_bins import Bin
 from nemo_fp8rl.algorithms.loss import GrpoLoss
 from nemo_fp8rl.algorithms.mismatch import log_weight_histogram
-from nemo_fp8rl.algorithms.policy_update import average_steps, check_versions, judge_and_correct, train_on_batch
+from nemo_fp8rl.algorithms.policy_update import (
+    average_steps,
+    check_versions,
+    describe_overflows,
+    judge_and_correct,
+    train_on_batch,
+)
 from nemo_fp8rl.assemble import backends, build_bridge, describe_alignments, explained_by, refit_or_stop
 from nemo_fp8rl.batch import Prompt, ScoredBatch, collate, collate_prompts
 from nemo_fp8rl.common.display import Display
@@ -308,6 +314,8 @@ def train_step(parts: LoopParts, step: int) -> StepOutcome:
         )
         if per_rollout:
             parts.policy.step_schedule()
+    if sentence := describe_overflows(steps):
+        notes.append(f"step {step}: {sentence}")
     if judgement.skip_update:
         skipped = 1  # a gate skips the whole step
     elif skipped:

@@ -120,7 +120,9 @@ class Measurement:
         return {
             "token_mult_prob_error": fmean(row["train/token_mult_prob_error"] for row in trained),
             "worst_step": max(row["train/token_mult_prob_error"] for row in trained),
+            "gen_kl_error": fmean(row["train/gen_kl_error"] for row in trained),
             "exact_logprob_fraction": fmean(row["train/exact_logprob_fraction"] for row in trained),
+            "overflow_ratio": fmean(row.get("train/overflow_ratio", 0.0) for row in trained),
             "step_seconds": median(row["timing/total_step_time"] for row in steady),
             "train_seconds": median(row["timing/train"] for row in steady),
             "logprob_seconds": median(row["timing/logprob"] for row in steady),

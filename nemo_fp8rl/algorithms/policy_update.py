@@ -131,6 +131,17 @@ def train_on_batch(
     return [train_step(part) for part in trainable], len(parts) - len(trainable)
 
 
+def describe_overflows(steps: Sequence[dict[str, float]]) -> str:
+    """Return a sentence about optimizer steps whose gradients overflowed float16; "" where there are none."""
+    scales = [step["loss_scale"] for step in steps if step.get("overflow_ratio")]
+    if not scales:
+        return ""
+    return (
+        f"{len(scales)} of {len(steps)} optimizer steps were skipped, because gradients overflowed float16 at a loss "
+        f"scale of {scales[-1]:g}; a lower policy.megatron_cfg.optimizer.initial_loss_scale avoids this at a start"
+    )
+
+
 def average_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over optimizer steps; of metrics that end in _min or _max, the extremum."""
     total = combine_metrics(steps)

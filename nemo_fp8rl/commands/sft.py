@@ -12,6 +12,7 @@ import torch
 from nemo_fp8rl.algorithms.gates import apply_gates
 from nemo_fp8rl.algorithms.loss import NllLoss
 from nemo_fp8rl.algorithms.metric_names import SHARPNESS
+from nemo_fp8rl.algorithms.policy_update import describe_overflows
 from nemo_fp8rl.batch import RolloutBatch
 from nemo_fp8rl.common.atomic_files import check_output, new_folder
 from nemo_fp8rl.common.display import Display
@@ -119,6 +120,8 @@ def _run_steps(parts: LoopParts, stop: StopFlag, resume_hint: str) -> bool:
                 parts.display.say(f"step {step}: {sentence}")
             with clock("train"):
                 trained = policy.train_step(batch, NllLoss())
+            if sentence := describe_overflows([trained]):
+                parts.display.say(f"step {step}: {sentence}")
         metrics = {f"train/{name}": value for name, value in (trained | sharpness).items()} | clock.metrics()
         metrics["train/epoch"] = step * batch.num_rows / len(examples.train)
         metrics["train/num_tokens"] = float(batch.token_mask[:, 1:].sum())

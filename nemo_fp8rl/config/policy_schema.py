@@ -71,6 +71,18 @@ class OptimizerConfig(Block):
     store_param_remainders: Annotated[bool, EarlierRuns(True), NEMO_RL] = True
     """Keep of an fp32 master only the 16 bits that the bfloat16 weight lacks. This is exact."""
 
+    loss_scale: Annotated[float | None, ABOVE_0, EarlierRuns(None), NEMO_RL] = None
+    """Constant factor of the loss in float16; null lets it rise and fall."""
+    initial_loss_scale: Annotated[float, ABOVE_0, EarlierRuns(65536.0), NEMO_RL] = 65536.0
+    """First factor of the loss in float16. Megatron's 2^32, the default of a recipe for NeMo RL, overflows for about
+    sixteen steps."""
+    min_loss_scale: Annotated[float, Range(at_least=1), EarlierRuns(1.0), NEMO_RL] = 1.0
+    """Smallest factor of the loss in float16. A step that overflows at it ends the run."""
+    loss_scale_window: Annotated[int, ABOVE_0, EarlierRuns(1000), NEMO_RL] = 1000
+    """Steps without an overflow after which the factor doubles."""
+    hysteresis: Annotated[int, ABOVE_0, EarlierRuns(2), NEMO_RL] = 2
+    """Steps with an overflow after which the factor halves at each."""
+
     def check(self) -> None:
         """Raise UserError for dtypes that contradict other keys of the block."""
         block = "policy.megatron_cfg.optimizer"
@@ -237,7 +249,7 @@ class PolicyConfig(Block):
     """Tokens of a prompt with its answer, at most."""
     sequence_packing: Annotated[SequencePackingConfig, MICROBATCHES] = field(default_factory=SequencePackingConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
-    precision: Annotated[Literal["bfloat16", "float32"], NEMO_RL] = "bfloat16"
+    precision: Annotated[Literal["bfloat16", "float16", "float32"], NEMO_RL] = "bfloat16"
     """Dtype of parameters and activations outside FP8 layers."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)

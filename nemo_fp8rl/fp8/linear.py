@@ -149,6 +149,13 @@ def is_bf16_matmul_fast() -> bool:
     return torch.cuda.is_available() or torch.cpu._is_avx512_supported()
 
 
+def is_matmul_fast(dtype: torch.dtype) -> bool:
+    """Return whether matmuls in a dtype are as fast as in float32, or faster: those in float16 are on a GPU alone."""
+    if dtype is torch.float16:
+        return torch.cuda.is_available()
+    return dtype is not torch.bfloat16 or is_bf16_matmul_fast()
+
+
 def fprop(x: Tensor, w_dequantized: Tensor, recipe: LinearRecipe, out_dtype: torch.dtype | None = None) -> Tensor:
     """Return y = Q(x) @ w^T, [..., N].
 

@@ -96,8 +96,8 @@ def check_shared_operations(hf: HfConfig, cfg: Config) -> None:
             f"both to one size, or {other}",
         ),
         (
-            cfg.policy.precision == "float32",
-            f"policy.precision={cfg.policy.precision}: a model in float32",
+            cfg.policy.precision != "bfloat16",
+            f"policy.precision={cfg.policy.precision}: a model in {cfg.policy.precision}",
             other,
         ),
         (

@@ -37,7 +37,7 @@ from nemo_fp8rl.policy.weights.fp8_params import freeze
 from nemo_fp8rl.policy.weights.hf_names import ROUTER
 from nemo_fp8rl.policy.weights.layout import Layout, expert_tensor_size
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -125,6 +125,7 @@ def transformer_config(hf: HfConfig, policy: PolicyConfig, choice: Fp8RlConfig) 
         params_dtype=dtype,
         pipeline_dtype=residual,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         fp32_residual_connection=residual is torch.float32,
         calculate_per_token_loss=True,  # data-parallel gradients are summed; the loss divides by the global count
         use_cpu_initialization=True,

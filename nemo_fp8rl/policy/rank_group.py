@@ -31,7 +31,7 @@ from nemo_fp8rl.workers import WorkerDied, shutdown_on_error, start_workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
-REPLICATED_METRICS = ("grad_norm", "lr", "grad_bytes")
+REPLICATED_METRICS = ("grad_norm", "lr", "grad_bytes", "loss_scale", "overflow_ratio")
 """Metrics that are equal on all ranks; all others are `combine_metrics` over the ranks that report."""
 
 KV_CALIBRATION_SAMPLES = 64
@@ -93,7 +93,7 @@ class MegatronPolicy:
         except DivergenceError:
             self.steps_taken -= 1
             raise
-        return combine_metrics(results) | {name: results[0][name] for name in REPLICATED_METRICS}
+        return combine_metrics(results) | {name: results[0][name] for name in REPLICATED_METRICS if name in results[0]}
 
     def describe(self) -> PolicyDescription:
         return PolicyDescription.union(self.ranks.call_all("describe"))

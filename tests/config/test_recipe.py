@@ -20,6 +20,8 @@ CONF = Path(__file__).parents[2] / "conf"
 MINIMAL = "policy: {model_name: some/model}\ndata: {train: {data_path: some/data.jsonl}}\n"
 SUMS, FLOAT32_SUM = "policy.megatron_cfg.distributed_data_parallel_config", "reduce_scatter_with_fp32_accumulation"
 
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+
 
 @pytest.fixture
 def folder(tmp_path_factory) -> Path:
@@ -390,6 +392,28 @@ def test_a_cycle_of_defaults_is_refused(folder):
         ),
         (["policy.precision=float32"], ["nemo_fp8rl.flow=fp8_e2e", "policy.precision"]),
         (["policy.precision=float32", "nemo_fp8rl.flow=fp8_rollout"], ["nemo_fp8rl.flow=fp8_rollout"]),
+        (
+            ["policy.precision=float16", "nemo_fp8rl.flow=nvfp4_e2e"],
+            ["nemo_fp8rl.flow=nvfp4_e2e", "policy.precision=bfloat16", "float16"],
+        ),
+        (["policy.precision=float16", "nemo_fp8rl.fp8_param=true"], ["nemo_fp8rl.fp8_param=true", "float16"]),
+        (
+            ["policy.precision=float16", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"],
+            ["policy.generation.vllm_cfg.kv_cache_dtype=fp8", "float16", "kv_cache_dtype=auto"],
+        ),
+        ([f"{OPTIMIZER}.loss_scale=8"], [f"{OPTIMIZER}.loss_scale=8", "policy.precision=float16"]),
+        (
+            ["policy.precision=float16", f"{OPTIMIZER}.initial_loss_scale=8", f"{OPTIMIZER}.min_loss_scale=16"],
+            [f"{OPTIMIZER}.initial_loss_scale=8", f"{OPTIMIZER}.min_loss_scale=16"],
+        ),
+        (
+            [
+                "policy.precision=float16",
+                f"{OPTIMIZER}.use_precision_aware_optimizer=true",
+                "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false",
+            ],
+            ["grad_reduce_in_fp32=false", "policy.precision=float16", "use_precision_aware_optimizer"],
+        ),
         (["cluster.train_ranks=2"], ["cluster.train_ranks", "cluster.backend=ray"]),
         (["cluster.generation_engines=2"], ["cluster.generation_engines", "cluster.backend=ray"]),
         (
@@ -581,6 +605,11 @@ def test_values_that_contradict_each_other_are_named(refusal, overrides, keys):
 )
 def test_the_backward_that_a_run_records_is_the_resolved_one(recipe, overrides, backward):
     assert recipe(MINIMAL, *(f"nemo_fp8rl.{key}" for key in overrides)).nemo_fp8rl.describe_backward() == backward
+
+
+@pytest.mark.parametrize("flow", ["bf16", "fp8_rollout", "fp8_e2e"])
+def test_float16_is_allowed_beside_fp8(recipe, flow):
+    assert recipe(MINIMAL, "policy.precision=float16", f"nemo_fp8rl.flow={flow}").policy.precision == "float16"
 
 
 def test_float32_is_allowed_in_the_bf16_flow(recipe):

@@ -50,7 +50,10 @@ def check_agreement(plan: Plan) -> Iterator[Finding]:
         yield Finding("error", TOPIC, str(error))
     else:
         scales = f", {precision.scale_format} scales" if plan.quantizes_rollout else ""
-        yield Finding("ok", TOPIC, f"{precision.flow}{scales}, {'FP8' if precision.kv_fp8 else 'bfloat16'} KV cache")
+        rest = plan.policy.get("precision") or "bfloat16"
+        other = "" if rest == "bfloat16" else f", {rest} for the rest"
+        cache = "FP8" if precision.kv_fp8 else rest
+        yield Finding("ok", TOPIC, f"{precision.flow}{scales}{other}, {cache} KV cache")
         if precision.flow != "bf16" and precision.scale_format == "fp32":
             yield Finding("warn", TOPIC, FLOAT32_GLOBALS if plan.format.has_global else FLOAT32_SCALES)
     yield from _layers(plan)

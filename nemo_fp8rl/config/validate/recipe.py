@@ -40,9 +40,9 @@ def check(cfg: Config, has_rollouts: bool = True) -> None:
     _check_noise(cfg)
     if cfg.updates_in_flight:
         check_updates_in_flight(cfg)
-    if policy.precision == "float32" and cfg.fp8_kv_cache:
+    if policy.precision != "bfloat16" and cfg.fp8_kv_cache:
         raise UserError(
-            "policy.generation.vllm_cfg.kv_cache_dtype=fp8 needs policy.precision=bfloat16, got float32: "
+            f"policy.generation.vllm_cfg.kv_cache_dtype=fp8 needs policy.precision=bfloat16, got {policy.precision}: "
             "set kv_cache_dtype=auto"
         )
     if cfg.nemo_fp8rl.kv == "rollout" and not cfg.fp8_kv_cache and vllm.kv_window is None:
@@ -83,6 +83,16 @@ def _check_rollout_size(cfg: Config) -> None:
 
 def _check_number_format(cfg: Config) -> None:
     choice, name = cfg.nemo_fp8rl, cfg.nemo_fp8rl.flow.rpartition("_")[0]
+    if cfg.policy.precision == "float16" and name not in ("", "fp8"):
+        raise UserError(
+            f"nemo_fp8rl.flow={choice.flow} needs policy.precision=bfloat16, got float16: the kernels of its format "
+            "take bfloat16 activations; set that, or flow=fp8_e2e"
+        )
+    if cfg.policy.precision == "float16" and choice.fp8_param:
+        raise UserError(
+            "nemo_fp8rl.fp8_param=true needs policy.precision=bfloat16, got float16: the bytes of such weights were "
+            "compared with those of bfloat16 parameters alone; set fp8_param=false"
+        )
     if choice.fp8_param and choice.flow != "fp8_e2e":
         raise UserError(
             f"nemo_fp8rl.fp8_param=true concerns the trainer's FP8 layers, and with nemo_fp8rl.flow={choice.flow} it "

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.config.policy_schema import OptimizerConfig
 from nemo_fp8rl.config.schema import Config
 
 
@@ -21,6 +22,7 @@ def check_training(cfg: Config) -> None:
     _check_schedule(cfg)
     _check_optimizer_states(cfg)
     _check_gradients(cfg)
+    _check_loss_scale(cfg)
 
 
 def _check_schedule(cfg: Config) -> None:
@@ -69,6 +71,31 @@ def _check_optimizer_states(cfg: Config) -> None:
             raise UserError(
                 f"policy.megatron_cfg.optimizer.main_params_dtype=fp16 with {key}: {reason}; set it to fp32"
             )
+
+
+def _check_loss_scale(cfg: Config) -> None:
+    keys, block = cfg.policy.megatron_cfg.optimizer, "policy.megatron_cfg.optimizer"
+    if cfg.policy.precision != "float16":
+        names = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        for name, default in ((name, getattr(OptimizerConfig, name)) for name in names):
+            if (value := getattr(keys, name)) != default:
+                raise UserError(
+                    f"{block}.{name}={value} is of a loss in float16, and policy.precision is {cfg.policy.precision}: "
+                    f"remove it, or set policy.precision=float16"
+                )
+        return
+    if keys.initial_loss_scale < keys.min_loss_scale:
+        raise UserError(
+            f"{block}.initial_loss_scale={keys.initial_loss_scale:g} is below {block}.min_loss_scale="
+            f"{keys.min_loss_scale:g}; raise it"
+        )
+    ddp = "policy.megatron_cfg.distributed_data_parallel_config"
+    if keys.use_precision_aware_optimizer and not lookup(cfg, f"{ddp}.grad_reduce_in_fp32"):
+        raise UserError(
+            f"{ddp}.grad_reduce_in_fp32=false with policy.precision=float16 and {block}.use_precision_aware_optimizer="
+            "true: gradients stay float16 when the loss scale is divided out of them, and small ones become 0; set one "
+            "of grad_reduce_in_fp32=true and use_precision_aware_optimizer=false"
+        )
 
 
 def _check_gradients(cfg: Config) -> None:

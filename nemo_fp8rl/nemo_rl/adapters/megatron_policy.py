@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT
-from nemo_fp8rl.algorithms.policy_update import judge_and_correct, train_on_batch
+from nemo_fp8rl.algorithms.policy_update import describe_overflows, judge_and_correct, train_on_batch
 from nemo_fp8rl.assemble import explained_by
 from nemo_fp8rl.batch import LossTotals, RolloutBatch, ScoredBatch, SequenceBatch
 from nemo_fp8rl.common.errors import UserError
@@ -177,6 +177,8 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
         size = gbs or self.cfg.policy.train_global_batch_size
         steps, skipped = train_on_batch(batch, train_step, size, skip)
+        if sentence := describe_overflows(steps):
+            print(f"nemo-fp8rl: {sentence}", flush=True)
         self.completed_steps += 1
         self.policy.step_schedule()
         if self.calibrates:

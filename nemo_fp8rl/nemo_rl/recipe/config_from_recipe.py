@@ -28,6 +28,8 @@ MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {
     "policy.megatron_cfg.distributed_data_parallel_config": {"grad_reduce_in_fp32": False},
 }
 """Megatron's defaults, where ours differ, of keys that NeMo RL hands on to Megatron and that a recipe leaves out."""
+MEGATRONS_FIRST_SCALE = 2.0**32
+"""Likewise of policy.megatron_cfg.optimizer.initial_loss_scale."""
 
 
 def convert_recipe(master: Mapping[str, Any]) -> Config:
@@ -93,6 +95,8 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
     if scheduler.get("lr_decay_iters") is None:  # NeMo RL's default is the length of the run
         steps = policy["megatron_cfg"].get("train_iters", values["grpo"]["max_num_steps"])
         megatron["scheduler"]["lr_decay_iters"] = steps
+    if target.get("precision") == "float16":  # a key that Megatron reads for float16 alone
+        megatron["optimizer"].setdefault("initial_loss_scale", MEGATRONS_FIRST_SCALE)
     if (chunk := policy.get("logprob_chunk_size")) is not None:
         target["logprob_chunk_size"] = chunk
     megatron["offload_between_phases"] = is_colocated(generation)

@@ -43,7 +43,6 @@ REQUIRED_VALUES = {
     "policy.megatron_cfg.moe_router_bias_update_rate": (0.0, "the trainer's routers have no bias of load balancing"),
     "policy.megatron_cfg.moe_router_load_balancing_type": ("none", "the trainer adds no load-balancing loss"),
     "policy.megatron_cfg.optimizer.params_dtype": ("float32", "the optimizer keeps its weights in float32"),
-    "policy.megatron_cfg.optimizer.fp16": (False, "the trainer computes in bfloat16"),
     "policy.megatron_cfg.scheduler.weight_decay_incr_style": ("constant", "the weight decay is constant"),
     "policy.draft.enabled": (False, "there is no draft model"),
     "policy.generation.backend": ("vllm", "the engine is vLLM"),
@@ -74,7 +73,7 @@ READ_PREFIXES = (
     *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.env_vars."),
     *("policy.generation.vllm_cfg.precision", "policy.generation.val_"),
     *("policy.generation.vllm_cfg.kv_cache_dtype", KV_WINDOW, "policy.generation.vllm_cfg.pow2_"),
-    *("policy.megatron_cfg.train_iters", LORA_DTYPE),
+    *("policy.megatron_cfg.train_iters", LORA_DTYPE, "policy.megatron_cfg.optimizer.fp16"),
 )
 UNUSED_PREFIXES = (
     *("policy.dtensor_cfg.", "policy.optimizer", "policy.scheduler", "policy.draft.", "policy.generation_batch_size"),
@@ -138,6 +137,8 @@ def check_keys(master: Mapping[str, Any]) -> None:
             fix = required if isinstance(required, str) else json.dumps(required)
             raise UserError(f"{key}={value}: {why}; set it to {fix}")
     _check_adapters(master)
+    if refusal := why_dtype_unclear(master["policy"]):
+        raise UserError(refusal)
     known = {f"{block}.{name}" for block, names in COPIED_KEYS.items() for name in names} | REQUIRED_VALUES.keys()
     for key, value in _leaves(master["policy"], "policy."):
         is_set = value not in (None, {}) if key.startswith(MODEL_PREFIXES) else bool(value)
@@ -146,6 +147,34 @@ def check_keys(master: Mapping[str, Any]) -> None:
                 f"{key}={short_repr(value)} is not a key that this trainer or engine knows: remove it, or set it to "
                 "null"
             )
+
+
+def why_dtype_unclear(policy: Mapping[str, Any]) -> str:
+    """Return which key of a block `policy` leaves float16 on one side, or without a loss scale; empty if none does.
+
+    NeMo RL gives its model the dtype of policy.precision, and Megatron's optimizer, which scales the loss, the keys of
+    the recipe (nemo_rl/models/megatron/setup.py); its engine takes vllm_cfg.precision, in which auto is the
+    checkpoint's dtype.
+    """
+    precision = policy.get("precision") or "bfloat16"
+    optimizer, in_half = at(policy, "megatron_cfg.optimizer", None) or {}, precision == "float16"
+    key, engine = "policy.megatron_cfg.optimizer", "policy.generation.vllm_cfg.precision"
+    if not in_half:
+        if optimizer.get("fp16"):
+            return f"{key}.fp16=true with policy.precision={precision}: the trainer has no float16; set it to false"
+        return ""
+    if not optimizer.get("fp16") or optimizer.get("bf16"):
+        return (
+            f"policy.precision=float16 with {key}.fp16={str(bool(optimizer.get('fp16'))).lower()} and bf16="
+            f"{str(bool(optimizer.get('bf16'))).lower()}: NeMo RL's trainer then scales no loss, and small gradients "
+            f"become 0; set {key}.fp16=true and {key}.bf16=false"
+        )
+    if (at(policy, "generation.vllm_cfg.precision", None) or "auto") == "auto":
+        return (
+            f"policy.precision=float16 with {engine}=auto: NeMo RL's engine then samples in the checkpoint's dtype; "
+            f"set {engine}=float16"
+        )
+    return ""
 
 
 def _check_adapters(master: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, is_colocated
-from nemo_fp8rl.nemo_rl.recipe.keys import KV_WINDOW, PEFT, at
+from nemo_fp8rl.nemo_rl.recipe.keys import KV_WINDOW, PEFT, at, why_dtype_unclear
 from nemo_fp8rl.nemo_rl.recipe.precision import SPELLINGS, VLLM_CFG, read_precision
 from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE, settings_of_recipe
 from nemo_fp8rl.nemo_rl.stock.layout_limits import why_batch_indivisible, why_layout_unsupported
@@ -83,7 +83,7 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
     precision = read_precision(policy)
     if (window := at({"policy": policy}, KV_WINDOW, None)) is not None:
         return f"{KV_WINDOW}={window}: NeMo RL's own engines keep the whole cache: set it to null, {OR_PACKAGE_WORKERS}"
-    if refusal := why_rank_indivisible(policy) or why_dtype_unsupported(policy):
+    if refusal := why_rank_indivisible(policy) or why_dtype_unsupported(policy) or why_dtype_unclear(policy):
         return refusal
     if precision.flow == "bf16":  # then any transport of NeMo RL's does
         return why_transport_unsupported(policy["generation"], only_ours=True)
@@ -92,6 +92,11 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
             f"{SPELLINGS[precision.flow.rpartition('_')[0]][2]}: with NeMo RL's own workers this package refits FP8 "
             "and bfloat16 alone, by its checkpoint engine as well: set nemo_fp8rl.workers=ours, or use NeMo RL's own "
             "launcher"
+        )
+    if policy.get("precision") == "float16":
+        return (
+            f"policy.precision=float16 with FP8 engines: NeMo RL's own have bfloat16 beside FP8, so the sides would "
+            f"differ: set policy.precision=bfloat16, {OR_PACKAGE_WORKERS}"
         )
     if precision.flow == "fp8_e2e" and has_adapters(policy):
         return (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8 import BlockScaled, LinearRecipe, quantize_blockwise, quantized_linear
 from nemo_fp8rl.fp8.fp4_training.random_bits import GradientBits, LayerBits
-from nemo_fp8rl.fp8.linear import frozen_linear, is_bf16_matmul_fast
+from nemo_fp8rl.fp8.linear import frozen_linear, is_matmul_fast
 from nemo_fp8rl.policy.weights.hf_names import parameters_by_hf_name
 from nemo_fp8rl.policy.weights.layout import EXPERT, Layout
 
@@ -132,15 +132,15 @@ class FusedBiasMatmul(CustomMatmul):
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         x, weight = x.to(out_dtype), weight.to(out_dtype)
-        if out_dtype is torch.float32 or is_bf16_matmul_fast():
+        if is_matmul_fast(out_dtype):
             return F.linear(x, weight, bias)
         return Float32Backward.apply(x, weight, bias)
 
 
 class Float32Backward(torch.autograd.Function):
-    """torch's linear in bfloat16, as the engine's, with gradients that are multiplied in float32 and then rounded.
+    """torch's linear in 16 bits, as the engine's, with gradients that are multiplied in float32 and then rounded.
 
-    It is for CPUs with slow bfloat16 matmuls, on which gradients would take longer than everything else.
+    It is for CPUs with slow matmuls of that dtype, on which gradients would take longer than everything else.
 
     apply(x [..., K], weight [N, K], bias [N] or None) -> [..., N]
     """

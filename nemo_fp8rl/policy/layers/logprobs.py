@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_fp8rl.fp8.linear import is_bf16_matmul_fast
+from nemo_fp8rl.fp8.linear import is_matmul_fast
 from nemo_fp8rl.ops.alignment import Alignment
 from nemo_fp8rl.policy.sharpness import SUMS, combine, sharpness, sum_columns
 
@@ -278,7 +278,7 @@ def _multiply(logits: Tensor, weight: Tensor) -> Tensor:
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left^T @ right to total [V, H], one slice of rows at a time, to need no second [V, H].
 
-    Each product is rounded to bfloat16, unless it is computed in float32.
+    Each product is rounded to `right`'s dtype, unless it is computed in float32.
     """
     step, right = _rows_per_slice(total), right.to(_product_dtype(right.dtype))
     for start in range(0, len(total), step):
@@ -286,11 +286,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gradients' products: float32 where bfloat16 matmuls are slow.
+    """Return the dtype of gradients' products: float32 where matmuls in `dtype` are slow.
 
     It does not apply to logits, which must equal the engine's.
     """
-    return torch.float32 if dtype is torch.bfloat16 and not is_bf16_matmul_fast() else dtype
+    return dtype if is_matmul_fast(dtype) else torch.float32
 
 
 def _rows_per_slice(weight: Tensor) -> int:

@@ -55,13 +55,20 @@ def experts_are_dense_mlps() -> bool:
 
 
 def sums_in_order(dtype: torch.dtype) -> bool:
-    """True if attention without rounded probabilities must sum in the kernel's order (`avx_attention`): on a CPU."""
-    return dtype is torch.bfloat16 and not torch.cuda.is_available()
+    """True if attention without rounded probabilities must sum in the kernel's order (`avx_attention`).
+
+    It must for 16-bit values on a CPU; the differences in float32 are smaller than its other roundings.
+    """
+    return dtype is not torch.float32 and not torch.cuda.is_available()
 
 
 def experts_sum_in_order(dtype: torch.dtype) -> bool:
-    """True if bfloat16 experts must sum in the order of vLLM's vector kernel (`avx_experts`): on a CPU without AMX."""
-    return sums_in_order(dtype) and not torch.cpu._is_amx_tile_supported()
+    """True if 16-bit experts must sum in the order of vLLM's vector kernel (`avx_experts`): on a CPU.
+
+    AMX multiplies experts in bfloat16, and in no other dtype (layers/fused_moe/experts/cpu_moe.py).
+    """
+    uses_amx = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return sums_in_order(dtype) and not uses_amx
 
 
 def round_as_kernel(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -17,11 +16,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.config.policy_schema import OptimizerConfig as OptimizerKeys
 from nemo_fp8rl.config.policy_schema import PolicyConfig
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.policy.interface import DivergenceError
 from nemo_fp8rl.policy.optimizer.grad_reduce import GradReduceDdp
 from nemo_fp8rl.policy.optimizer.scaled_adam import DTYPES, MASTER, MOMENTS, ScaledAdamW
 
@@ -37,7 +34,7 @@ def build_ddp(config: TransformerConfig, model: torch.nn.Module, cfg: Config, fp
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=choice.grad_reduce_in_fp32, use_distributed_optimizer=True, fp8_param_gather=fp8_param
         ),
-        Float16Module(config, model) if cfg.policy.precision == "bfloat16" else model,
+        model if cfg.policy.precision == "float32" else Float16Module(config, model),
         choice,
         cfg.nemo_fp8rl.grad_reduce == "fp8",
     )
@@ -59,7 +56,13 @@ def build_optimizer(policy: PolicyConfig, ddp: DistributedDataParallel, dtype: t
         adam_eps=keys.adam_eps,
         clip_grad=keys.clip_grad or math.inf,  # with Megatron's own 0 there would be no norm to log
         bf16=policy.precision == "bfloat16",
+        fp16=policy.precision == "float16",
         params_dtype=dtype,
+        loss_scale=keys.loss_scale,
+        initial_loss_scale=keys.initial_loss_scale,
+        min_loss_scale=keys.min_loss_scale,
+        loss_scale_window=keys.loss_scale_window,
+        hysteresis=keys.hysteresis,
         use_distributed_optimizer=True,
         # with it a precision-aware optimizer leaves masters to Megatron, which quantizes them, so it gets it only then
         fp8_recipe="blockwise" if fp8_param else None,
@@ -150,24 +153,3 @@ def build_scheduler(policy: PolicyConfig, optimizer: Any) -> OptimizerParamSched
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-
-
-def check_finite(metrics: dict[str, float], ddp: DistributedDataParallel) -> None:
-    """Raise DivergenceError, on all ranks alike, unless gradients and loss are finite.
-
-    Megatron checks gradients only when it scales the loss. A NaN or an infinity shows in the smallest or largest value
-    of a gradient, and these need no temporary tensor. It shows as well after a sum in FP8, where a block with such a
-    value becomes NaN.
-    """
-    trained = (parameter for parameter in ddp.parameters() if parameter.requires_grad)
-    extremes = torch.stack([value for parameter in trained for value in parameter.main_grad.aminmax()])
-    gradients = bool(extremes.isfinite().all())  # one read for all gradients, because every read waits for the GPU
-    # extrema are left out: without a token they are infinite
-    sums = (value for name, value in metrics.items() if not name.endswith(tuple(EXTREMA)))
-    bad = torch.tensor(float(not gradients or not all(map(math.isfinite, sums))))
-    dist.all_reduce(bad)
-    if bad:
-        raise DivergenceError(
-            "a gradient or the loss is not finite, so no weight was moved: training diverged, lower "
-            "policy.megatron_cfg.optimizer.lr or its clip_grad"
-        )

@@ -37,8 +37,10 @@ from nemo_fp8rl.policy.layers.linears import freeze_base, give_gradient_bits
 from nemo_fp8rl.policy.layers.routing_replay import RoutingReplay
 from nemo_fp8rl.policy.model import DTYPES, build_model, check_gpu_policy, transformer_config
 from nemo_fp8rl.policy.on_cpu.megatron_on_cpu import megatron_on_cpu
-from nemo_fp8rl.policy.optimizer.builders import build_ddp, build_optimizer, build_scheduler, check_finite
+from nemo_fp8rl.policy.optimizer.builders import build_ddp, build_optimizer, build_scheduler
+from nemo_fp8rl.policy.optimizer.finite_check import overflows
 from nemo_fp8rl.policy.optimizer.grad_reduce import largest_of_ranks
+from nemo_fp8rl.policy.optimizer.loss_scale import LossScale
 from nemo_fp8rl.policy.rank.description import describe_rank
 from nemo_fp8rl.policy.rank.offload import Offload
 from nemo_fp8rl.policy.rank.pipeline import Pipeline, TokenValues
@@ -115,6 +117,9 @@ class MegatronWorker:
             fp8_param = on_gpu and cfg.nemo_fp8rl.fp8_param and not adapters  # adapters are bfloat16
             self.ddp = build_ddp(config, self.model, cfg, fp8_param)
             self.optimizer = build_optimizer(cfg.policy, self.ddp, DTYPES[cfg.policy.precision], fp8_param)
+            if (loss_scale := LossScale.of(self.optimizer)) is not None:
+                config.grad_scale_func = self.optimizer.scale_loss
+        self.loss_scale = loss_scale
         self.optimizer_steps, self.gradient_bits = 0, GradientBits(cfg.grpo.seed)
         give_gradient_bits(self.model, self.layout, self.gradient_bits)
         quantization = self.engine_fp8_layers, cfg.nemo_fp8rl.format, cfg.nemo_fp8rl.scale_format
@@ -212,20 +217,34 @@ class MegatronWorker:
             with self._dropout(), self.noise.applied(self.rank_weights.norms):
                 metrics = combine_metrics(self.pipeline.run(shard, compute_loss, training=True))
             finalize_model_grads([self.ddp])
-            check_finite(metrics, self.ddp)
-            if schedules:  # before the update, so that the first step of a warm-up already moves weights
-                self.scheduler.step(increment=1)
-            _, grad_norm, _ = self.optimizer.step()
-            self.optimizer.zero_grad()  # else float32 copies of bfloat16 gradients stay until the next step
-            self.optimizer_steps += 1
-            raises = 0 if self.layout.adapters else self.global_scales.update()  # a frozen base keeps its scales
+            of_scale: dict[str, float] = {}
+            skipped = overflows(metrics, self.ddp, self.loss_scale)
+            if self.loss_scale is not None:
+                of_scale = {"loss_scale": self.loss_scale.value, "overflow_ratio": float(skipped)}
+            if self.loss_scale is not None and skipped:
+                grad_norm, raises = 0.0, 0
+                self.loss_scale.record_overflow()
+            else:
+                grad_norm, raises = self._update_weights(schedules)
             if self.layout.adapters:  # between steps an adapter's parameter then has 14 bytes
                 self.ddp.offload_grad_buffers(empty_cache=False)
-            if self.kv_cache is not None:
-                self.kv_cache.is_current = False
-        metrics = {**metrics, "grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
-        metrics["grad_bytes"] = largest_of_ranks(self.ddp.sent_bytes)
+        metrics = {**metrics, "grad_norm": grad_norm, "lr": float(self.optimizer.param_groups[0]["lr"])}
+        metrics |= {"grad_bytes": largest_of_ranks(self.ddp.sent_bytes)} | of_scale
         return {**metrics, "global_scale_raises": float(raises)} if self.global_scales.matrices else metrics
+
+    def _update_weights(self, schedules: bool) -> tuple[float, int]:
+        """Move the weights by finite gradients; return their norm and the global scales that were raised."""
+        if schedules:  # before the update, so that the first step of a warm-up already moves weights
+            self.scheduler.step(increment=1)
+        moved, grad_norm, _ = self.optimizer.step()
+        if not moved:
+            raise RuntimeError("Megatron skipped a step whose gradients are finite")
+        self.optimizer.zero_grad()  # else float32 copies of 16-bit gradients stay until the next step
+        self.optimizer_steps += 1
+        if self.kv_cache is not None:
+            self.kv_cache.is_current = False
+        # a frozen base keeps its scales
+        return float(grad_norm), 0 if self.layout.adapters else self.global_scales.update()
 
     def _dropout(self) -> AbstractContextManager[None]:
         """Return a block in which adapters drop the values of this optimizer step and this rank."""

@@ -1,7 +1,7 @@
 """The optimizer's state on disk, by HF names, so that ranks of any layout can load it.
 
 rank_R*.safetensors   float32 masters and Adam's moments of the parts of weights that this rank has
-steps.json            steps of Adam and of the schedule
+steps.json            steps of Adam and of the schedule, and the scale of the loss in float16
 scales_R.json         scales of the rank's pieces that it keeps in float16 or FP8
 
 Megatron's distributed optimizer cuts each flattened parameter into slices, one for each data-parallel rank. Each rank
@@ -28,6 +28,7 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.region import shape_of, start_of
 from nemo_fp8rl.hf.storage.part_files import PartReader, PartWriter
 from nemo_fp8rl.policy.optimizer.builders import is_precision_aware, optimizer_parts, steps_weights
+from nemo_fp8rl.policy.optimizer.loss_scale import LossScale
 from nemo_fp8rl.policy.optimizer.scaled_adam import MASTER, MOMENTS
 from nemo_fp8rl.policy.weights.adapter_names import trained_tensors
 from nemo_fp8rl.policy.weights.checkpoint import assemble_on_first
@@ -45,11 +46,13 @@ def save_optimizer(
 ) -> Exception | None:
     """Write the state; all ranks call it together. Returns the error that kept this rank from writing."""
     writer = PartWriter(folder, f"rank_{rank}", FILE_BYTES)
-    adam_steps = count_adam_steps(optimizer)
+    adam_steps, loss_scale = count_adam_steps(optimizer), LossScale.of(optimizer)
     try:
         folder.mkdir(exist_ok=True)
         if rank == 0:
-            record = {"adam": adam_steps, "schedule": scheduler.num_steps}
+            record: dict[str, Any] = {"adam": adam_steps, "schedule": scheduler.num_steps}
+            if loss_scale is not None:
+                record["loss_scale"] = loss_scale.state()
             (folder / STEPS).write_text(json.dumps(record) + "\n")
     except OSError as error:
         writer.error = error
@@ -105,11 +108,14 @@ def load_optimizer(folder: Path, layout: Layout, model: torch.nn.Module, optimiz
 
     Raises UserError if the state is incomplete or belongs to another model.
     """
+    loss_scale = LossScale.of(optimizer)
     try:
         record = json.loads((folder / STEPS).read_text())
         adam_steps, schedule_steps = float(record["adam"]), int(record["schedule"])
         if not (0 <= adam_steps < math.inf and schedule_steps >= 0):
             raise ValueError(f"steps of {adam_steps:g} and {schedule_steps}")
+        if loss_scale is not None:
+            loss_scale.load(record["loss_scale"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{folder / STEPS} cannot be read ({error}); the checkpoint is not complete") from None
     slices, shapes, scales = state_slices(model, optimizer), trained_tensors(layout), _read_scales(folder)

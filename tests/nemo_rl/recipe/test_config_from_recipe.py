@@ -329,12 +329,15 @@ def test_a_key_of_the_loss_that_ours_lacks_is_refused_and_not_ignored(tiny):
 def test_a_key_of_the_optimizer_that_is_left_out_has_megatrons_value(tiny):
     from megatron.core.optimizer import OptimizerConfig as MegatronsConfig
 
-    values = master(tiny)
-    values["policy"]["megatron_cfg"]["optimizer"] = {"lr": 1e-4}
+    values = master(tiny, policy__precision="float16")
+    values["policy"]["megatron_cfg"]["optimizer"] = {"lr": 1e-4, "fp16": True}
     ours = vars(convert_recipe(values).policy.megatron_cfg.optimizer)
     theirs = vars(MegatronsConfig(lr=1e-4))
     texts = {torch.float32: "fp32", torch.float16: "fp16"}
-    assert ours == {name: texts.get(theirs[name], theirs[name] or 0.0) for name in ours}
+    none = {"min_lr": 0.0}
+    assert ours == {
+        name: texts.get(theirs[name], none.get(name) if theirs[name] is None else theirs[name]) for name in ours
+    }
 
 
 SUMS = "policy__megatron_cfg__distributed_data_parallel_config"
@@ -372,6 +375,45 @@ def test_dtypes_of_the_optimizers_states_reach_the_trainer(tiny):
     keys = convert_recipe(master(tiny, **changes)).policy.megatron_cfg.optimizer
     assert (keys.exp_avg_dtype, keys.exp_avg_sq_dtype, keys.store_param_remainders) == ("fp8", "fp16", False)
     assert keys.use_precision_aware_optimizer
+
+
+HALF = {
+    "policy__precision": "float16",
+    f"{OPTIMIZER}__fp16": True,
+    f"{OPTIMIZER}__bf16": False,
+    f"{OPTIMIZER}__loss_scale_window": 50,
+}
+
+
+@pytest.mark.parametrize(("engine", "flow"), [("float16", "bf16"), ("fp8", "fp8_rollout")])
+def test_float16_is_that_of_both_sides_with_megatrons_loss_scale(tiny, engine, flow):
+    values = master(tiny, **HALF, policy__megatron_cfg__fp8_cfg__enabled=False)
+    values["policy"]["generation"]["vllm_cfg"]["precision"] = engine
+    cfg = convert_recipe(values)
+    assert (cfg.policy.precision, cfg.nemo_fp8rl.flow) == ("float16", flow)
+    assert cfg.policy.megatron_cfg.optimizer.loss_scale_window == 50
+    assert engine_arguments(cfg, "dummy")["dtype"] == "float16"
+    refusal = why_policy_unsupported(values["policy"], survives_refit=True)
+    assert ("FP8 engines" in refusal) == (engine == "fp8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "message"),
+    [
+        ({f"{OPTIMIZER}__fp16": False}, "float16", "scales no loss.*optimizer.fp16=true"),
+        ({f"{OPTIMIZER}__bf16": True}, "float16", "scales no loss.*optimizer.bf16=false"),
+        ({}, "auto", "vllm_cfg.precision=auto.*set .*=float16"),
+        ({}, "bfloat16", "vllm_cfg.precision=bfloat16 samples in another precision than policy.precision=float16"),
+        ({"policy__precision": "bfloat16"}, "bfloat16", "optimizer.fp16=true with policy.precision=bfloat16"),
+    ],
+)
+def test_float16_of_one_side_or_without_a_loss_scale_is_refused(tiny, changes, engine, message):
+    values = master(tiny, **(HALF | changes), policy__megatron_cfg__fp8_cfg__enabled=False)
+    values["policy"]["generation"]["vllm_cfg"]["precision"] = engine
+    with pytest.raises(UserError, match=message):
+        convert_recipe(values)
+    with pytest.raises(UserError, match=message):
+        raise UserError(why_policy_unsupported(values["policy"], survives_refit=True))
 
 
 @pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"])

@@ -55,7 +55,7 @@ def test_bfloat16_equals_the_whole_tensors_operations(monkeypatch, chunk_size, f
     """Values to the bit (logits are rounded to bfloat16, then everything is float32), gradients to a rounding, in
     whichever dtype they are multiplied, in slices of 20 tokens.
     """
-    monkeypatch.setattr(logprobs, "is_bf16_matmul_fast", lambda: fast)
+    monkeypatch.setattr(logprobs, "is_matmul_fast", lambda dtype: fast)
     monkeypatch.setitem(logprobs.VALUES, "cpu", 20 * H)
     hidden, weight, targets, grad = inputs(torch.bfloat16)
     with Multiplied() as multiplied:

@@ -62,7 +62,12 @@ class TrainedParameter:
 
 
 def trained_parameter(
-    optimizer: Mapping[str, Any], weight: float, gradient: int, has_recipe: bool, keeps_gradient: bool = True
+    optimizer: Mapping[str, Any],
+    weight: float,
+    gradient: int,
+    has_recipe: bool,
+    keeps_gradient: bool = True,
+    in_bfloat16: bool = True,
 ) -> TrainedParameter:
     """Return the bytes of a parameter that Megatron's distributed optimizer trains.
 
@@ -70,6 +75,7 @@ def trained_parameter(
     weight:      bytes of the weight
     gradient:    bytes of its gradient
     has_recipe:  Megatron's OptimizerConfig has an FP8 recipe
+    in_bfloat16: policy.precision is bfloat16, whose masters can be stored as 16 remaining bits
     """
     gradient_copy = FP32 if gradient < FP32 else 0
     if not optimizer.get("use_precision_aware_optimizer"):
@@ -78,7 +84,7 @@ def trained_parameter(
     main = str(optimizer.get("main_params_dtype") or "fp32")
     of_megatron = has_recipe and main == "fp32"
     master = WIDTHS[main]
-    if main == "fp32" and not of_megatron and optimizer.get("store_param_remainders", True):
+    if main == "fp32" and in_bfloat16 and not of_megatron and optimizer.get("store_param_remainders", True):
         master = REMAINDER
     is_fused = moments == ["bf16", "bf16"]
     scaled = [dtype for dtype in ([] if is_fused else moments) + [main] if dtype != "fp32"]

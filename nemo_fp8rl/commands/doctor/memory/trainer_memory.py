@@ -196,7 +196,9 @@ def bytes_of_parameter(plan: Plan) -> TrainedParameter:
     else:  # of an optimizer on the host Megatron ignores the recipe
         has_recipe = bool(fp8.get("enabled")) and not _offloaded_fraction(plan)
     keeps_gradient = not (plan.uses_package_workers and plan.peft.enabled)
-    return trained_parameter(plan.megatron["optimizer"], weight, _gradient_width(plan), has_recipe, keeps_gradient)
+    in_bfloat16 = (plan.policy.get("precision") or "bfloat16") == "bfloat16"
+    gradient = _gradient_width(plan)
+    return trained_parameter(plan.megatron["optimizer"], weight, gradient, has_recipe, keeps_gradient, in_bfloat16)
 
 
 def _gradient_width(plan: Plan) -> int:
