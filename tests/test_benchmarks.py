@@ -34,6 +34,7 @@ ARGUMENTS = {
     "optimizer_states": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
     "refit": ["--small", "--rounds", "1", "--json", "{}/figures.json"],
+    "refit_plan": ["--only", "Llama", "--rounds", "1", "--json", "{}/figures.json"],
     "residual": ["--samples", "8", "--folder", "{}"],
     "rollout": ["--batch-sizes", "1", "4", "--rounds", "1", "--layers", "1", "--json", "{}/figures.json"],
     "rollout_choices": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],

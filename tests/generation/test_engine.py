@@ -239,7 +239,7 @@ def test_memory_that_is_full_in_a_refit_is_a_death_and_the_engine_is_replaced(pa
     from nemo_fp8rl.generation.weights import weight_store  # which imports vLLM
 
     pair.refit()
-    expected, write, full = pair.generate(GREEDY), weight_store._VersionLoad._write, ["once"]
+    expected, write, full = pair.generate(GREEDY), weight_store.VersionLoad._write, ["once"]
 
     def fills(loading, item) -> None:
         if full:
@@ -251,7 +251,7 @@ def test_memory_that_is_full_in_a_refit_is_a_death_and_the_engine_is_replaced(pa
         assert old() is None  # there is no memory for two
         start(engine, cfg)
 
-    monkeypatch.setattr(weight_store._VersionLoad, "_write", fills)
+    monkeypatch.setattr(weight_store.VersionLoad, "_write", fills)
     old, start = weakref.ref(pair.engine.core.llm), VllmEngine.setup
     monkeypatch.setattr(VllmEngine, "setup", setup)
     died = pair.generation.engine_restarts

@@ -156,25 +156,30 @@ def _names(model: Any, path: str, module: Any, hf: HfConfig) -> Iterator[tuple[s
 
 def _place(name: str, shape: tuple[int, ...], module: Any, hf: HfConfig) -> tuple[Region, int]:
     """Return the region of the tensor that this rank stores, and the parameter's row where the region begins."""
-    region = list(full_region(shape))
     if isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
-        region[0] = (shard.org_vocab_start_index, shard.org_vocab_end_index)
-        return tuple(region), 0
-    projection = name.rsplit(".", 2)[-2]
+        return ((shard.org_vocab_start_index, shard.org_vocab_end_index), *full_region(shape)[1:]), 0
     rank, size = _tensor_parallel(module)
-    if projection in SPLIT_COLUMNS:
-        region[1] = _share(shape[1], rank, size)
+    region = stored_region(name, shape, hf, rank, size)
+    projection = name.rsplit(".", 2)[-2]
     if projection not in SPLIT_ROWS:
-        return tuple(region), 0
-    if projection in ("k_proj", "v_proj"):  # with more ranks than heads, several ranks store the same head
-        parts = min(size, hf.num_key_value_heads)
-        region[0] = _share(shape[0], rank * parts // size, parts)
-    else:
-        region[0] = _share(shape[0], rank, size)
+        return region, 0
     rows = region[0][1] - region[0][0]
     query_rows = hf.num_attention_heads * hf.head_dim // size
-    return tuple(region), {"k_proj": query_rows, "v_proj": query_rows + rows, "up_proj": rows}.get(projection, 0)
+    return region, {"k_proj": query_rows, "v_proj": query_rows + rows, "up_proj": rows}.get(projection, 0)
+
+
+def stored_region(name: str, shape: tuple[int, ...], hf: HfConfig, rank: int, size: int) -> Region:
+    """Return the region of a projection that a rank of `size` tensor-parallel ranks stores; of other tensors, all."""
+    region, projection = list(full_region(shape)), name.rsplit(".", 2)[-2]
+    if projection in SPLIT_COLUMNS:
+        region[1] = _share(shape[1], rank, size)
+    elif projection in ("k_proj", "v_proj"):  # with more ranks than heads, several ranks store the same head
+        parts = min(size, hf.num_key_value_heads)
+        region[0] = _share(shape[0], rank * parts // size, parts)
+    elif projection in SPLIT_ROWS:
+        region[0] = _share(shape[0], rank, size)
+    return tuple(region)
 
 
 def _tensor_parallel(module: Any) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class WeightStore:
         if not with_frozen and self.version < 0:
             raise RefitError(f"refit {version} brings only what changes, and this engine has no version yet")
         self.verify_seconds = 0.0
-        loading = _VersionLoad(self, links, version, verify, with_frozen)
+        loading = VersionLoad(self, links, version, verify, with_frozen)
         if not self.direct_names.issuperset(loading.due_names):
             vllm_compat.forget_packed_experts(self.model)
             with vllm_compat.preserve_nonpersistent_buffers(self.model):
@@ -176,7 +176,7 @@ class WeightStore:
                 method.process_weights_after_loading(module)
 
 
-class _VersionLoad:
+class VersionLoad:
     """The load of one version.
 
     targets:    by name, the memory of tensors that are written in place
