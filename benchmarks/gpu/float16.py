@@ -27,7 +27,7 @@ def compare(measurement: Measurement, flow: str) -> None:
     for precision in PRECISIONS:
         if not measurement.report.has_time():
             return
-        result = measurement.loop(flow, False, "none", precision)
+        result = measurement.loop(flow, False, "none", f"policy.precision={precision}")
         if isinstance(result, str):
             measurement.report.fail(f"{flow}, {precision}", RuntimeError(result))
             continue
