@@ -7,6 +7,7 @@ import torch
 
 from nemo_fp8rl.commands.tiny_model import write_model
 from nemo_fp8rl.common.errors import UserError
+from nemo_fp8rl.common.vllm_version import OLDER
 from nemo_fp8rl.fp8.gpu_support import nearest_flow, why_flow_unsupported
 from nemo_fp8rl.generation.engine_checks import check_machine
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -73,4 +74,21 @@ def test_adapters_of_experts_that_ranks_of_a_gpu_share_are_refused(
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_machine(read_hf_config(cfg.policy.model_name), cfg)
+
+
+def test_a_window_needs_a_backend_with_a_mask_on_a_gpu(recipe, monkeypatch):
+    window = "nemo_fp8rl.flow=bf16", "policy.generation.vllm_cfg.kv_window=8"
+    backend = "policy.generation.vllm_cfg.attention_backend={}"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("null", "TRITON_ATTN", "flash_attn"):
+        cfg = recipe(*window, backend.format(name))
+        check_machine(read_hf_config(cfg.policy.model_name), cfg)
+    cfg = recipe(*window, backend.format("FLASHINFER"))
+    message = r"attention_backend=FLASHINFER cannot hide .*kv_window=8 .*; set it to TRITON_ATTN or FLASH_ATTN$"
+    with pytest.raises(UserError, match=message):
+        check_machine(read_hf_config(cfg.policy.model_name), cfg)
+    monkeypatch.setattr("nemo_fp8rl.generation.engine_checks.vllm_version", lambda: OLDER)
+    cfg = recipe(*window)
+    with pytest.raises(UserError, match=r"kv_window=8: the installed vLLM, .*, or install vLLM 0\.32$"):
         check_machine(read_hf_config(cfg.policy.model_name), cfg)

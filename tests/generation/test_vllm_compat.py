@@ -24,6 +24,22 @@ def test_a_version_outside_the_supported_ones_is_refused(found, monkeypatch, tin
         VllmEngine().setup(load(RECIPES / "tiny_cpu.yaml", tiny_overrides))
 
 
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        "vllm.v1.kv_cache_interface.RSWASpec",
+        "vllm.v1.attention.backend.AttentionBackend.customize_spec",
+        "vllm.config.ModelConfig.rswa_window",
+    ],
+)
+def test_a_window_is_refused_before_an_engine_starts_where_vllm_lacks_a_part_of_it(lacks, monkeypatch, recipe):
+    cfg = recipe("policy.generation.vllm_cfg.kv_window=4")
+    monkeypatch.delattr(lacks)
+    monkeypatch.setattr(engine, "SteppedCore", None)
+    with pytest.raises(UserError, match=r"kv_window=4: the installed vLLM, .*, does not free .* install vLLM 0\.32$"):
+        VllmEngine().setup(cfg)
+
+
 def test_experts_whose_choice_vllm_does_not_tell_are_refused_for_replay(tmp_path):
     """bfloat16 experts, with 0.25."""
     make_tiny(tmp_path / "tiny", "add", 0, "qwen3_moe")

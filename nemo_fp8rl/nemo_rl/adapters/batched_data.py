@@ -22,13 +22,29 @@ UNFILTERED = "curr_logprobs_unfiltered"
 def to_sequence_batch(data: Mapping[str, Any]) -> SequenceBatch:
     """Return the columns of NeMo RL's batch that a model reads.
 
-    NeMo RL pads routed_experts with 0, which is the index of an expert; the padding becomes -1, unknown.
+    NeMo RL pads routed_experts with 0, which is the index of an expert; the padding becomes -1, unknown. A prompt ends
+    before the first token that token_mask marks; a batch without this column has no prompt lengths.
     """
     routes = data.get("routed_experts")
     if routes is not None:
         is_padding = torch.arange(routes.shape[1]) >= data["input_lengths"][:, None]
         routes = routes.masked_fill(is_padding[:, :, None, None], -1)
-    return SequenceBatch(input_ids=data["input_ids"], input_lengths=data["input_lengths"], routed_experts=routes)
+    prompts = None
+    if (mask := data.get("token_mask")) is not None:
+        mask = mask != 0
+        prompts = torch.where(mask.any(1), mask.int().argmax(1), data["input_lengths"].to(torch.int64))
+    return SequenceBatch(
+        input_ids=data["input_ids"],
+        input_lengths=data["input_lengths"],
+        routed_experts=routes,
+        prompt_lengths=prompts,
+    )
+
+
+def count_turns(token_mask: Tensor) -> Tensor:
+    """Return how often each row goes from read tokens to generated ones, int64 [B]; token_mask: [B, S]."""
+    is_generated = (token_mask != 0).int()
+    return (is_generated.diff(prepend=torch.zeros_like(is_generated[:, :1])) > 0).sum(1)
 
 
 def to_scored_batch(data: Mapping[str, Any], optional: Collection[str]) -> ScoredBatch:

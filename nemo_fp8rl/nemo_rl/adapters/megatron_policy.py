@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from nemo_fp8rl.algorithms.loss import EXTREMA
 from nemo_fp8rl.algorithms.mismatch import DISAGREEMENT
 from nemo_fp8rl.algorithms.policy_update import judge_and_correct, train_on_batch
 from nemo_fp8rl.assemble import explained_by
-from nemo_fp8rl.batch import LossTotals, RolloutBatch, ScoredBatch
+from nemo_fp8rl.batch import LossTotals, RolloutBatch, ScoredBatch, SequenceBatch
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.schema import Config
 from nemo_fp8rl.fp8.kv_scales import MARGIN
 from nemo_fp8rl.hf.model_config import read_hf_config
-from nemo_fp8rl.nemo_rl.adapters.batched_data import UNFILTERED, to_scored_batch, to_sequence_batch
+from nemo_fp8rl.nemo_rl.adapters.batched_data import UNFILTERED, count_turns, to_scored_batch, to_sequence_batch
 from nemo_fp8rl.nemo_rl.adapters.loss_fn import GrpoLossFn
 from nemo_fp8rl.nemo_rl.adapters.mismatch_watch import print_alarm
 from nemo_fp8rl.nemo_rl.adapters.version_ledger import with_versions
@@ -89,19 +90,35 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None) -> Any:
         """Return {"logprobs": float32 [B, S]}; position 0 is 0. `train` reports the sharpness where it is measured."""
-        batch, period = to_sequence_batch(data), self.cfg.nemo_fp8rl.sharpness.period
+        batch, period = self._sequences(data), self.cfg.nemo_fp8rl.sharpness.period
         self.measured = None
         if not period or (self.completed_steps + 1) % period:
             return BatchedDataDict({"logprobs": self.policy.logprobs(batch)})
         self.measured = self.policy.logprobs_and_sharpness(batch)
         return BatchedDataDict({"logprobs": self.measured[0]})
 
+    def _sequences(self, data: Mapping[str, Any]) -> SequenceBatch:
+        self._check_turns(data)
+        return to_sequence_batch(data)
+
+    def _check_turns(self, data: Mapping[str, Any]) -> None:
+        """Raise UserError for conversations of several turns where the trainer has a window.
+
+        An engine reads the answers of earlier turns as parts of its prompt, which it keeps.
+        """
+        window = self.cfg.trainer_kv_window
+        if window is not None and "token_mask" in data and (turns := int(count_turns(data["token_mask"]).max())) > 1:
+            raise UserError(
+                f"policy.generation.vllm_cfg.kv_window={window}: a sample has {turns} answers, and a window begins "
+                "behind one prompt: set kv_window=null, or nemo_fp8rl.kv=rollout"
+            )
+
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None
     ) -> Any:
         """Return {"reference_logprobs": float32 [B, S]}; zeros, which nothing reads, if the KL has no weight."""
         if self.cfg.loss_fn.reference_policy_kl_penalty:
-            return BatchedDataDict({"reference_logprobs": self.policy.reference_logprobs(to_sequence_batch(data))})
+            return BatchedDataDict({"reference_logprobs": self.policy.reference_logprobs(self._sequences(data))})
         return BatchedDataDict({"reference_logprobs": torch.zeros(data["input_ids"].shape)})
 
     def train(
@@ -129,6 +146,7 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         # NeMo RL has no prev_logprobs of its own, and zeros there, where the ratio is forced
         compares = not self.cfg.loss_fn.force_on_policy_ratio
         optional = {"rewards", "advantages"} | (set() if compares else {"prev_logprobs", "generation_logprobs"})
+        self._check_turns(data)
         batch, metrics, skip = to_scored_batch(data, optional), dict[str, float](), False
         unanswered = int((~batch.token_mask.any(1)).sum())  # samples without a token, whatever the loss filters
         if unanswered == batch.num_rows:
@@ -219,7 +237,10 @@ class MegatronFp8Policy(ColocatablePolicyInterface):
         after a checkpoint was loaded keeps the checkpoint's scales, as the uninterrupted run does.
         """
         if not self.has_loaded_scales:
-            self.policy.calibrate_kv(to_sequence_batch(data))
+            batch = to_sequence_batch(data)
+            if batch.prompt_lengths is None:  # the first calibration reads prompts, before there are answers
+                batch = replace(batch, prompt_lengths=batch.input_lengths)
+            self.policy.calibrate_kv(batch)
         self.has_loaded_scales = False
         return {"format": "fp8", "percentile": 100.0, "margin": MARGIN, "layers": {}}
 

@@ -158,9 +158,14 @@ class VllmFp8Generation(GenerationInterface):
         """Do nothing: the counts of a refit come before the snapshot and would belong to no step."""
 
     def get_step_metrics(self) -> dict[str, float]:
-        """Return the engine restarts and repeated prompts since the last call: those of a step and the refit before."""
+        """Return the engine restarts and repeated prompts since the last call: those of a step and the refit before.
+
+        With a window of the cache, the blocks that requests took as well.
+        """
         before, self.counts = self.counts, self.generation.metrics()
-        return {name: count - before[name] for name, count in self.counts.items()}
+        has_window = self.config.policy.generation.vllm_cfg.kv_window is not None
+        blocks = self.generation.take_cache_metrics() if has_window else {}
+        return {name: count - before[name] for name, count in self.counts.items()} | blocks
 
     @property
     def requires_kv_scale_sync(self) -> bool:

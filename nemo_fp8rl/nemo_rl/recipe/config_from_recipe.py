@@ -16,7 +16,7 @@ from nemo_fp8rl.generation.engine_checks import check_engine
 from nemo_fp8rl.hf.hub import pin_commits
 from nemo_fp8rl.hf.model_config import check_context, read_hf_config
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import divide_gpus, is_colocated
-from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, MOVED_KEYS, at, check_keys
+from nemo_fp8rl.nemo_rl.recipe.keys import COPIED_KEYS, KV_WINDOW, MOVED_KEYS, at, check_keys
 from nemo_fp8rl.nemo_rl.recipe.precision import bf16_layer_keys, read_precision
 from nemo_fp8rl.nemo_rl.recipe.recipe_checks import check_for_package_workers, check_setup, loss_keys
 from nemo_fp8rl.nemo_rl.recipe.value_types import normalize, require
@@ -101,6 +101,7 @@ def _fill_policy(values: dict[str, Any], policy: Mapping[str, Any], kv_fp8: bool
     target["generation"]["stop_strings"] = list(generation.get("stop_strings") or ())
     vllm_cfg.update(bf16_layer_keys(policy))
     vllm_cfg["kv_cache_dtype"] = "fp8" if kv_fp8 else "auto"
+    vllm_cfg["kv_window"] = at({"policy": policy}, KV_WINDOW, None)
     experts, tensor = at(generation, "vllm_cfg.expert_parallel_size", 1), vllm_cfg.get("tensor_parallel_size", 1)
     if experts not in (1, tensor):
         raise UserError(

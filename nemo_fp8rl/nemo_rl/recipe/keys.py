@@ -55,6 +55,8 @@ REQUIRED_VALUES = {
     "checkpointing.pretrained_checkpoint": (None, "weights come from policy.model_name"),
     "checkpointing.save_optimizer": (True, "a run resumes from its optimizer's state, too"),
 }
+KV_WINDOW = "policy.generation.vllm_cfg.kv_window"
+"""A key of the package's engines, which NeMo RL does not have."""
 PEFT = "policy.megatron_cfg.peft"
 LORA_DTYPE = f"{PEFT}.lora_dtype"
 ALL_LINEARS = "[linear_qkv, linear_proj, linear_fc1, linear_fc2]"
@@ -71,7 +73,7 @@ READ_PREFIXES = (
     *("policy.generation.real_quant", "policy.generation.vllm_cfg.is_mx"),
     *("policy.megatron_cfg.env_vars.", "policy.generation.vllm_cfg.env_vars."),
     *("policy.generation.vllm_cfg.precision", "policy.generation.val_"),
-    *("policy.generation.vllm_cfg.kv_cache_dtype", "policy.generation.vllm_cfg.pow2_"),
+    *("policy.generation.vllm_cfg.kv_cache_dtype", KV_WINDOW, "policy.generation.vllm_cfg.pow2_"),
     *("policy.megatron_cfg.train_iters", LORA_DTYPE),
 )
 UNUSED_PREFIXES = (

@@ -21,6 +21,7 @@ from typing import Any
 
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.nemo_rl.recipe.checkout import Checkout
+from nemo_fp8rl.nemo_rl.recipe.keys import KV_WINDOW
 from nemo_fp8rl.nemo_rl.recipe.precision import UNDECLARED_KEYS
 from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE
 
@@ -90,7 +91,7 @@ def read_known_keys(checkout: Checkout) -> KnownKey:
     for block in READ_BY_NAME:
         for name, key in known.keys_of(block).items():
             key.is_unread = not key.is_declared and name not in words
-    for path in (*UNDECLARED_KEYS, *MEGATRON_KEYS):
+    for path in (*UNDECLARED_KEYS, *MEGATRON_KEYS, KV_WINDOW):
         node = known
         for part in path.split("."):
             node = node.add(part)

@@ -19,7 +19,7 @@ from nemo_fp8rl.nemo_rl.recipe.gpu_division import (
     is_colocated,
     is_single_controller,
 )
-from nemo_fp8rl.nemo_rl.recipe.keys import at
+from nemo_fp8rl.nemo_rl.recipe.keys import KV_WINDOW, at
 from nemo_fp8rl.nemo_rl.recipe.rewards import dataset_blocks, reward_names
 
 OTHER_LAUNCHERS = {
@@ -250,6 +250,12 @@ def check_for_package_workers(master: Mapping[str, Any]) -> None:
         raise UserError(NEEDS_NEMO_RLS)
     if at(master, "data.use_multiple_dataloader", False):
         raise UserError("data.use_multiple_dataloader=true is not supported without NeMo RL's setup; set it to false")
+    window, turns = at(master, KV_WINDOW, None), at(master, "grpo.max_rollout_turns", 1)
+    if window is not None and turns > 1 and at(master, "nemo_fp8rl.kv", "unified") == "unified":
+        raise UserError(
+            f"{KV_WINDOW}={window}: an engine keeps the answers of earlier turns, which the trainer's window leaves "
+            f"out: set grpo.max_rollout_turns=1 in place of {turns}, or nemo_fp8rl.kv=rollout"
+        )
     if not master["loss_fn"].get("force_on_policy_ratio"):
         return
     correction = read_correction(master)

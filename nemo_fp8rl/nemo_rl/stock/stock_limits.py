@@ -8,7 +8,7 @@ from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.typed_tree import read_block
 from nemo_fp8rl.nemo_rl.recipe.gpu_division import is_asynchronous, is_colocated
-from nemo_fp8rl.nemo_rl.recipe.keys import PEFT, at
+from nemo_fp8rl.nemo_rl.recipe.keys import KV_WINDOW, PEFT, at
 from nemo_fp8rl.nemo_rl.recipe.precision import SPELLINGS, VLLM_CFG, read_precision
 from nemo_fp8rl.nemo_rl.refit_transport.settings import ENGINE, settings_of_recipe
 from nemo_fp8rl.nemo_rl.stock.layout_limits import why_batch_indivisible, why_layout_unsupported
@@ -81,6 +81,8 @@ def why_policy_unsupported(policy: Mapping[str, Any], survives_refit: bool) -> s
     Raises: UserError if the precisions of trainer and engine do not agree
     """
     precision = read_precision(policy)
+    if (window := at({"policy": policy}, KV_WINDOW, None)) is not None:
+        return f"{KV_WINDOW}={window}: NeMo RL's own engines keep the whole cache: set it to null, {OR_PACKAGE_WORKERS}"
     if refusal := why_rank_indivisible(policy) or why_dtype_unsupported(policy):
         return refusal
     if precision.flow == "bf16":  # then any transport of NeMo RL's does

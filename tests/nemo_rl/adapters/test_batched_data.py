@@ -8,6 +8,7 @@ import torch
 from nemo_fp8rl.batch import Completion, TrainBatch
 from nemo_fp8rl.nemo_rl.adapters.batched_data import (
     build_batch,
+    count_turns,
     merge_repeats,
     to_generation_output,
     to_scored_batch,
@@ -56,6 +57,17 @@ def test_routes_beyond_a_sequence_are_not_known_whatever_nemo_rl_pads_with():
     assert taken.dtype == torch.int16
     assert taken[:, :, 0, 0].tolist() == [[1, 1, 1], [1, -1, -1]]
     assert (routes == 1).all()  # NeMo RL's own
+
+
+def test_a_prompt_ends_before_the_first_token_to_train_on():
+    mask = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]])
+    data = {"input_ids": torch.ones(3, 5), "input_lengths": torch.tensor([5, 5, 4], dtype=torch.int32)}
+    assert to_sequence_batch(data).prompt_lengths is None
+    prompts = to_sequence_batch(data | {"token_mask": mask}).prompt_lengths
+    assert prompts.dtype == torch.int64
+    assert prompts.tolist() == [2, 1, 4]
+    assert count_turns(mask).tolist() == [1, 2, 0]
+    assert count_turns(torch.ones(1, 2)).tolist() == [1]
 
 
 def columns() -> dict[str, Any]:

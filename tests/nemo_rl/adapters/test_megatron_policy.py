@@ -39,6 +39,7 @@ def policy(monkeypatch) -> Any:
             megatron_cfg=SimpleNamespace(offload_between_phases=False, optimizer=SimpleNamespace(weight_decay=0.0)),
         ),
         fp8_kv_cache=False,
+        trainer_kv_window=None,
         data_parallel_size=1,
         loss_fn=SimpleNamespace(force_on_policy_ratio=False),
         nemo_fp8rl=SimpleNamespace(gates=gates, mismatch_alarm="warn"),

@@ -33,6 +33,7 @@ def generation(engines: FakeVllmGeneration, version: int) -> Any:
     from nemo_fp8rl.nemo_rl.adapters.vllm_generation import VllmFp8Generation
 
     how = SimpleNamespace(stop_strings=(), max_new_tokens=4, temperature=1.0, stop_token_ids=(), top_p=1.0, top_k=None)
+    how.vllm_cfg = SimpleNamespace(kv_window=None)
     cfg: Any = SimpleNamespace(
         updates_in_flight=False, grpo=SimpleNamespace(seed=42), policy=SimpleNamespace(generation=how)
     )

@@ -130,6 +130,19 @@ def test_what_vllm_is_told_reaches_our_engines(tiny):
     assert convert_recipe(master(tiny)).policy.generation.vllm_cfg.max_num_seqs is None
 
 
+def test_a_window_of_the_cache_reaches_both_sides_and_allows_one_turn(tiny):
+    key = {"policy__generation__vllm_cfg__kv_window": 3}
+    cfg = convert_recipe(master(tiny, **key))
+    assert cfg.trainer_kv_window == 3
+    assert engine_arguments(cfg, "dummy")["hf_overrides"]["rswa_window"] == 3
+    refusal = why_policy_unsupported(master(tiny, **key)["policy"], survives_refit=True)
+    assert refusal.endswith("own engines keep the whole cache: set it to null, or nemo_fp8rl.workers=ours")
+    turns = key | {"grpo__max_rollout_turns": 2}
+    with pytest.raises(UserError, match=r"kv_window=3: .* set grpo\.max_rollout_turns=1 .*, or nemo_fp8rl\.kv=rollout"):
+        convert_recipe(master(tiny, **turns))
+    assert convert_recipe(master(tiny, **turns, nemo_fp8rl={"kv": "rollout"})).trainer_kv_window is None
+
+
 def test_gpus_are_ranks_and_processes_of_engines(tiny):
     parallel = {"policy__megatron_cfg__tensor_model_parallel_size": 2, "cluster__gpus_per_node": 4}
     cfg = convert_recipe(master(tiny, **parallel, policy__generation__vllm_cfg__tensor_parallel_size=2))
