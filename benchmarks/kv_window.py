@@ -1,14 +1,14 @@
 """A KV cache that keeps the prompt and a window of an answer: blocks, mismatch by position, and what is learned.
 
-    python benchmarks/kv_window.py [--steps 20] [--seeds 5] [--dry-run] [--folder F] [--json FILE]
+    python benchmarks/kv_window.py [--steps 25] [--seeds 5] [--dry-run] [--folder F] [--json FILE]
 
 GRPO on running sums (`make-tiny --task chain`: answers of about 30 tokens, every step written out), from one warm model
-that was trained on whole sequences. A window of WINDOW tokens hides most of an answer from its end: the model must
-find the next term of the sum without its first steps. Each flow runs dense; with the window on both sides (unified);
+that was trained on whole sequences. A window of WINDOW tokens hides the first step of the sum from the last one, and
+with 21 tokens or less this model answers nothing right. Each flow runs dense; with the window on both sides (unified);
 and with the window in the engine alone (rollout), uncorrected and with the corrections tis and sparse-rl. Validation is
 by the engine, so with its window. A seed has the same prompts in all of them; a difference is between runs of a seed.
 
-Blocks are those of answers of LONG tokens by a random model that never ends one, at a time and of one request.
+Blocks, of 128 tokens, are those that a request has at a time at most, in answers of LONG tokens of a random model.
 
 Runs are stored in --folder: an interrupted benchmark continues. A dry run is as short as can be, for the sake of the
 tests: its figures say nothing.
@@ -30,14 +30,22 @@ from rich.table import Table
 from stored_runs import run_all
 
 from nemo_fp8rl.algorithms.metric_names import sort_by_number
+from nemo_fp8rl.algorithms.mismatch import mismatch_metrics
+from nemo_fp8rl.assemble import build_bridge
+from nemo_fp8rl.batch import Prompt, collate
 from nemo_fp8rl.commands.compare.statistics import interval
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.config.recipe import load
+from nemo_fp8rl.data.tokenizer import PromptTokenizer
+from nemo_fp8rl.generation.engine_pool import EnginePool
+from nemo_fp8rl.generation.interface import Sampling
+from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.train import train
 
 FLOWS = ("bf16", "fp8_e2e")
-WINDOW = 8
+WINDOW = 23
+SIZES = ("grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128", "policy.train_micro_batch_size=128")
 KEY = "policy.generation.vllm_cfg.kv_window"
 ROLLOUT = (f"{KEY}={WINDOW}", "nemo_fp8rl.kv=rollout")
 ARMS: dict[str, tuple[str, ...]] = {
@@ -45,6 +53,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "unified": (f"{KEY}={WINDOW}",),
     **{f"rollout, {name}": (*ROLLOUT, f"nemo_fp8rl.correction.preset={name}") for name in ("none", "tis", "sparse-rl")},
 }
+TEXTS = [f"{a}+{b}=" for a in (12, 34, 56, 78) for b in (9, 90)]
 LONG, LONG_WINDOWS = 1024, (None, 64, 256)
 MEANS = {
     "token_mult_prob_error": "train/token_mult_prob_error",
@@ -70,7 +79,8 @@ def learn(folder: Path, flow: str, arm: str, steps: int, seed: int) -> dict[str,
     paths = f"policy.model_name={folder}/warm", f"data.train.data_path={folder}/data.jsonl"
     length = f"grpo.max_num_steps={steps}", f"grpo.seed={seed}", "grpo.val_period=0"
     name = f"{flow}_{arm.replace(', ', '_')}_{seed}"
-    rows = run_recipe(folder / "logs" / name, *paths, *TASKS["chain"], f"nemo_fp8rl.flow={flow}", *length, *ARMS[arm])
+    keys = *paths, *TASKS["chain"], *SIZES, *length, f"nemo_fp8rl.flow={flow}", *ARMS[arm]
+    rows = run_recipe(folder / "logs" / name, *keys)
     trained = [row for row in rows if row["step"] > 0]
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     ends = sort_by_number({name.removeprefix(POSITION) for row in trained for name in row if name.startswith(POSITION)})
@@ -85,24 +95,29 @@ def learn(folder: Path, flow: str, arm: str, steps: int, seed: int) -> dict[str,
 
 
 def count_blocks(folder: Path, window: int | None, tokens: int) -> dict[str, Any]:
-    """Return the blocks of answers of so many tokens; without a window, those that its prompts and answers take."""
+    """Return blocks and mismatch of answers of so many tokens; vLLM counts blocks only with a window."""
     paths = f"policy.model_name={folder}/long/model", f"data.train.data_path={folder}/long/data.jsonl"
-    sizes = ("num_prompts_per_step=4", "num_generations_per_prompt=2", "max_num_steps=1", "val_period=0")
-    more = ("val_at_start=false", "val_at_end=false")
-    rows = run_recipe(
-        folder / "logs" / f"long_{window}",
-        *paths,
-        *(f"grpo.{key}" for key in (*sizes, *more)),
-        *("policy.train_global_batch_size=8", "policy.train_micro_batch_size=8"),
-        *(f"policy.generation.max_new_tokens={tokens}", f"policy.max_total_sequence_length={tokens + 32}"),
-        f"{KEY}={'null' if window is None else window}",
-    )
-    row = rows[-1]
+    sizes = f"policy.generation.max_new_tokens={tokens}", f"policy.max_total_sequence_length={tokens + 32}"
+    keys = (*paths, *sizes, f"{KEY}={'null' if window is None else window}", "policy.logprob_batch_size=4")
+    cfg = load(RECIPES / "tiny_cpu.yaml", keys)
+    policy, generation = MegatronPolicy(cfg), EnginePool(cfg)
+    try:
+        build_bridge(cfg, policy, generation).refit()
+        tokenizer = PromptTokenizer(cfg.policy).tokenizer
+        prompts = [Prompt(i, text, "", tuple(tokenizer(text).input_ids)) for i, text in enumerate(TEXTS)]
+        sampling = Sampling(num_generations=1, max_new_tokens=tokens, temperature=1.0, stop_token_ids=())
+        groups = generation.generate([p.token_ids for p in prompts], [p.index for p in prompts], sampling)
+        batch = collate(prompts, [completion for (completion,) in groups], 0)
+        found = mismatch_metrics(policy.logprobs(batch), batch.generation_logprobs, batch.token_mask)
+        blocks = generation.take_cache_metrics()
+    finally:
+        generation.shutdown()
+        policy.shutdown()
+    names = "token_mult_prob_error", "exact_logprob_fraction"
     return {
-        **{name: row[key] for name, key in BLOCKS.items() if key in row},
-        "tokens": row["train/mean_gen_tokens_per_sample"],
-        "token_mult_prob_error": row["train/token_mult_prob_error"],
-        "exact_logprob_fraction": row["train/exact_logprob_fraction"],
+        **{name: blocks[key] for name, key in BLOCKS.items() if key in blocks},
+        "tokens": float(batch.token_mask.sum()) / batch.num_rows,
+        **{name: found[name] for name in names},
     }
 
 
@@ -148,7 +163,7 @@ def spread(values: list[float]) -> dict[str, float | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs/kv_window"))

@@ -1,5 +1,6 @@
 """How the bytes travel, by who the trainer and the engines are."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,13 @@ from tests.conftest import RECIPES
 
 RAY = "cluster.backend=ray"
 ASYNC = "policy.generation.vllm_cfg.async_engine=true"
+
+
+@pytest.mark.parametrize(("kv", "is_bounded"), [("unified", True), ("rollout", False)])
+def test_no_mismatch_is_alarming_where_the_engine_alone_has_a_window(kv, is_bounded):
+    keys = "policy.generation.vllm_cfg.kv_window=2", f"nemo_fp8rl.kv={kv}"
+    explained = assemble.explained_by(load(RECIPES / "tiny_cpu.yaml", [*keys]), experts=False, aligned=True)
+    assert math.isfinite(explained) is is_bounded
 
 
 def chosen(monkeypatch, overrides=(), hosts=1, on_gpu=False, asked="auto"):

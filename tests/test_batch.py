@@ -38,6 +38,8 @@ def test_collate_puts_prompt_completion_and_padding_in_a_row():
     assert batch.generation_logprobs.tolist() == [[0, 0, -4, 0], [0, -1, -2, -3]]
     assert batch.sample_mask.tolist() == [1, 1]
     assert batch.routed_experts is None
+    assert batch.prompt_lengths.tolist() == [2, 1]
+    assert [part.prompt_lengths.tolist() for part in split_shards(batch, 2, torch.tensor([1, 0]))] == [[1], [2]]
     assert batch.input_ids.dtype == batch.input_lengths.dtype == torch.int64
     assert {c.dtype for c in (batch.token_mask, batch.generation_logprobs, batch.sample_mask)} == {torch.float32}
 

@@ -267,8 +267,9 @@ def test_a_window_is_aligned_and_after_a_kill_goes_on_to_the_same_numbers(warm_o
     keys = (f"policy.generation.vllm_cfg.{key}" for key in ("kv_window=1", f"kv_cache_dtype={cache}"))
     check_kill_and_resume((*warm_overrides, *keys), tmp_path, "grpo.max_num_steps=4", "grpo.val_period=2")
     rows = read(tmp_path / "whole")[1:]
-    assert all(row["train/token_mult_prob_error"] < ALIGNED for row in rows)
-    assert all(row["train/grad_norm"] > 0 for row in rows)
+    assert all(row["train/token_mult_prob_error"] < ALIGNED and row["train/grad_norm"] > 0 for row in rows)
+    record = json.loads((tmp_path / "whole/environment.json").read_text())["choices"]
+    assert record["kv cache"].endswith(", prompt and window of 1, read by the trainer")
 
 
 def test_a_window_of_the_whole_answer_changes_no_number(uninterrupted, warm_overrides, tmp_path):

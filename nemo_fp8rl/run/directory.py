@@ -354,7 +354,7 @@ def _adapters(peft: PeftConfig) -> str:
 def _kv_cache(cfg: Config) -> str:
     window = cfg.policy.generation.vllm_cfg.kv_window
     values = "FP8, calibrated pow2 scales" if cfg.fp8_kv_cache else str(cfg.policy.precision)
-    kept = "" if window is None else f", the prompt and {window} generated tokens"
+    kept = "" if window is None else f", prompt and window of {window}"
     if not cfg.fp8_kv_cache and window is None:
         return values
     trainer = {"unified": "read by the trainer", "rollout": "not read by the trainer"}

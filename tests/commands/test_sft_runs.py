@@ -70,9 +70,10 @@ def test_a_run_has_its_metrics_schedule_and_checkpoints(whole):
     assert "finished, 6 steps" in report([whole], whole / "report.html").read_text()
 
 
-def test_sharpness_is_measured_and_changes_no_bit(words, whole, tmp_path):
+def test_sharpness_is_measured_and_neither_it_nor_a_window_changes_a_bit(words, whole, tmp_path):
     run = tmp_path / "run"
-    assert main(words(run, *SHORT, "nemo_fp8rl.sharpness.period=3")) == 0
+    window = "policy.generation.vllm_cfg.kv_window=1"  # of engines
+    assert main(words(run, *SHORT, "nemo_fp8rl.sharpness.period=3", window)) == 0
     measured = [row for row in read(run) if "train/sharpness" in row]
     assert [row["step"] for row in measured] == [3, 6]
     assert all(row["train/sharpness"] > 0 and row["train/sharpness_last_token"] > 0 for row in measured)
