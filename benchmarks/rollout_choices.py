@@ -169,7 +169,7 @@ def main() -> None:
     arguments = parser.parse_args()
     steps, warm_up, seeds = arguments.steps, arguments.warm_up, arguments.seeds
     if arguments.dry_run:
-        steps, warm_up, seeds = 1, 5, 2
+        steps, warm_up, seeds = 1, 5, 1
 
     folder = arguments.folder.resolve()
     place = make_warm(folder, warm_up)
