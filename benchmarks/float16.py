@@ -27,16 +27,21 @@ from nemo_fp8rl.hf.model_config import FAMILIES
 CASES = [(flow, "none", dtype) for flow in ("bf16", "fp8_e2e", "fp8_rollout") for dtype in ("bfloat16", "float16")]
 CASES += [(flow, "vllm", "float16") for flow in ("bf16", "fp8_e2e")]
 METRICS = ("token_mult_prob_error", "gen_kl_error", "exact_logprob_fraction")
-NO_VALIDATION = ("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0")
+KEYS = (
+    *("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0"),
+    *("grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128", "policy.train_micro_batch_size=128"),
+)
+"""No validation, and small steps: float16 is slow on a CPU."""
 
 
-def measure(folder: Path, flow: str, align: str, dtype: str, steps: int, seeds: int) -> dict[str, Any]:
+def run_one(folder: Path, flow: str, align: str, dtype: str, steps: int, seed: int) -> list[dict[str, float]]:
+    """Return what one run measured, by step."""
+    keys = f"nemo_fp8rl.align={align}", f"policy.precision={dtype}", f"grpo.seed={seed}", *KEYS
+    return train(folder, folder / f"{flow}_{align}_{dtype}_{seed}", "add", flow, steps, *keys)
+
+
+def summarize(flow: str, align: str, dtype: str, runs: list[list[dict[str, float]]]) -> dict[str, Any]:
     """Return mean and half of the 95 % interval of each metric over the runs."""
-    keys = (f"nemo_fp8rl.align={align}", f"policy.precision={dtype}", *NO_VALIDATION)
-    runs: list[list[dict[str, float]]] = []
-    for seed in range(seeds):
-        run = folder / f"{flow}_{align}_{dtype}_{seed}"
-        runs.append(train(folder, run, "add", flow, steps, *keys, f"grpo.seed={seed}"))
     result: dict[str, Any] = {"flow": flow, "align": align, "precision": dtype}
     for metric in METRICS:
         means = interval([fmean(row[f"train/{metric}"] for row in rows) for rows in runs])
@@ -57,7 +62,9 @@ def main() -> None:
 
     warm_up = int(WARM_UP_STEPS["add"] * (MIXTURES_WARM_UP if FAMILIES[family].experts else 1))
     make_warm(folder, "add", warm_up, family=family)
-    results = [measure(folder, *case, arguments.steps, arguments.seeds) for case in CASES]
+    seeds = range(arguments.seeds)
+    rows = {(case, seed): run_one(folder, *case, arguments.steps, seed) for seed in seeds for case in CASES}
+    results = [summarize(*case, [rows[case, seed] for seed in seeds]) for case in CASES]
     machine = json.loads((folder / "bf16_none_float16_0/environment.json").read_text())
     del machine["choices"]
     sizes = {"family": family, "steps": arguments.steps, "seeds": arguments.seeds}

@@ -123,7 +123,7 @@ def refuse_nonfinite(nonfinite: float, tokens: float, limit: float) -> None:
         raise RolloutError(
             f"{int(nonfinite)} of {int(tokens)} generated tokens have a log-probability that is not finite in "
             f"generation_logprobs or prev_logprobs, more than nemo_fp8rl.correction.max_nonfinite_fraction={limit} "
-            "allows; check the last refit and the sampling parameters"
+            "allows; check the last refit, the sampling parameters, and in float16 whether activations are above 65504"
         )
 
 

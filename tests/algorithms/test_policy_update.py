@@ -7,7 +7,7 @@ import torch
 
 from nemo_fp8rl.algorithms.correction_config import CorrectionConfig
 from nemo_fp8rl.algorithms.gates import GateConfig, GateStop
-from nemo_fp8rl.algorithms.policy_update import check_versions, judge_and_correct
+from nemo_fp8rl.algorithms.policy_update import check_versions, describe_overflows, judge_and_correct
 from nemo_fp8rl.batch import Completion, Prompt, ScoredBatch, collate
 from nemo_fp8rl.common.errors import StepRefused
 
@@ -98,3 +98,10 @@ def test_answers_that_are_too_old_or_of_a_version_to_come_are_refused():
         check_versions([answer(5, (0, 6), (1, 7))], NEWEST, 1)
     with pytest.raises(StepRefused, match=r"versions \[8\]"):
         check_versions([answer(7, (0, 7), (1, 8))], NEWEST, 2)
+
+
+def test_steps_that_overflow_float16_are_told_with_their_scale():
+    taken, skipped = ({"loss_scale": 512.0, "overflow_ratio": share} for share in (0.0, 1.0))
+    assert describe_overflows([]) == describe_overflows([{"loss": 1.0}]) == describe_overflows([taken]) == ""
+    assert "1 of 2 optimizer steps were skipped" in (said := describe_overflows([taken, skipped]))
+    assert "loss scale of 512;" in said

@@ -62,6 +62,11 @@ def test_with_an_fp8_recipe_float32_masters_are_megatrons():
     assert (half.master, half.gradient_copy) == (2, 0)
 
 
+def test_a_float16_weight_has_no_bits_of_its_master():
+    found = trained_parameter(AWARE, 2, 4, has_recipe=False, in_bfloat16=False)
+    assert (found.master, found.between_steps) == (4, 18)
+
+
 def test_the_line_says_the_parts():
     assert str(trained_parameter(AWARE | LOW, 2, 2, False)) == (
         "bytes of a trained parameter: weight 2, gradient 2, master 2, moments 1 + 2; 9 between optimizer steps, "
