@@ -31,7 +31,7 @@ def test_it_is_vllms_attention_on_what_a_query_sees(owner, cache_dtype):
     current_platform.import_kernels()
     torch.cpu._init_amx()
     dtype, is_emulated = torch.bfloat16, owner == "emulated"
-    backend = on_cpu.EmulatedWindowBackend if is_emulated else on_cpu.WindowBackend
+    backend = windowed_cache.EmulatedWindowBackend if is_emulated else windowed_cache.WindowBackend
     config = VllmConfig()
     config.model_config = SimpleNamespace(dtype=dtype, rswa_window=WINDOW)
     with set_current_vllm_config(config):
