@@ -28,6 +28,8 @@ def test_it_is_vllms_attention_on_what_a_query_sees(owner, cache_dtype):
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+    from nemo_fp8rl.generation.fp8_method.on_cpu import windowed_cache
+
     current_platform.import_kernels()
     torch.cpu._init_amx()
     dtype, is_emulated = torch.bfloat16, owner == "emulated"
