@@ -51,7 +51,7 @@ SIZES = (
     "policy.train_micro_batch_size=128",
     "policy.megatron_cfg.optimizer.lr=1.0e-4",
 )
-"""A quarter of tiny_cpu's samples a step, with a third of its learning rate: with all of it the dense runs lose, too."""
+"""A quarter of tiny_cpu's samples a step, with a third of its learning rate: with all of it dense runs lose, too."""
 KEY = "policy.generation.vllm_cfg.kv_window"
 ROLLOUT = (f"{KEY}={WINDOW}", "nemo_fp8rl.kv=rollout")
 ARMS: dict[str, tuple[str, ...]] = {
