@@ -275,6 +275,19 @@ def test_a_cache_that_holds_no_sequence_is_an_error(plan):
     assert ("warn", "the") in levels(plan(LLAMA, {ENGINE + "gpu_memory_utilization": 0.14}))
 
 
+def test_a_window_is_said_to_let_more_sequences_into_the_cache(plan):
+    def of_cache(changes) -> str:
+        made = plan(LLAMA, changes)
+        (text,) = [f.text for f in check_memory(made, H100, memory_of(made, H100)) if f.text.startswith("the KV cache")]
+        return text
+
+    dense = of_cache({})
+    longest = int(dense.rpartition(" ")[2])
+    told = f"{dense}, and more with kv_window=128, as an answer keeps its prompt and 128 tokens"
+    assert of_cache({ENGINE + "kv_window": 128}) == told
+    assert of_cache({ENGINE + "kv_window": longest}) == dense
+
+
 @pytest.mark.parametrize(("changes", "width"), [(MXFP8, 1 + 1 / 32), (A16, 0.5 + 1 / 16)])
 def test_engine_weights_in_the_other_formats_have_a_scale_for_each_row(plan, changes, width):
     rest = LLAMA_PARAMETERS - LLAMA_LINEARS

@@ -97,6 +97,9 @@ def check_memory(plan: Plan, gpu: Gpu, memory: Memory) -> Iterator[Finding]:
     length = _longest(plan)
     fits = memory.cache_tokens / length
     words = f"the KV cache of an engine holds {memory.cache_tokens:,} tokens, {fits:.1f} sequences of {length}"
+    window = plan.vllm.get("kv_window") or length
+    if window < length:  # a preempted sequence takes the blocks of all its tokens, and vLLM wants room for one
+        words += f", and more with kv_window={window}, as an answer keeps its prompt and {window} tokens"
     if fits < 1:
         yield Finding("error", TOPIC, f"{words}: raise {ENGINE}.gpu_memory_utilization or tensor_parallel_size")
     elif fits < 8:
