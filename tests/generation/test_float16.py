@@ -1,4 +1,4 @@
-"""Trainer and engine in float16 beside FP8 and without it: log-probs, the dtype of a refit, a refit after an overflow."""
+"""Trainer and engine in float16, with FP8 and without: log-probs, the dtype of a refit, a refit after an overflow."""
 
 import pytest
 import torch
