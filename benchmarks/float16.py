@@ -42,7 +42,7 @@ def run_one(folder: Path, flow: str, align: str, dtype: str, steps: int, seed: i
 
 def summarize(flow: str, align: str, dtype: str, runs: list[list[dict[str, float]]]) -> dict[str, Any]:
     """Return mean and half of the 95 % interval of each metric over the runs."""
-    result: dict[str, Any] = {"flow": flow, "align": align, "precision": dtype}
+    result: dict[str, Any] = {"flow": flow, "align": align, "precision": dtype, "seeds": len(runs)}
     for metric in METRICS:
         means = interval([fmean(row[f"train/{metric}"] for row in rows) for rows in runs])
         assert means is not None
@@ -67,7 +67,7 @@ def main() -> None:
     results = [summarize(*case, [rows[case, seed] for seed in seeds]) for case in CASES]
     machine = json.loads((folder / "bf16_none_float16_0/environment.json").read_text())
     del machine["choices"]
-    sizes = {"family": family, "steps": arguments.steps, "seeds": arguments.seeds}
+    sizes = {"family": family, "steps": arguments.steps}
     name = "float16" if family == "qwen3" else f"float16_{family}"
     (RESULTS / f"{name}.json").write_text(json.dumps({**sizes, **machine, "results": results}, indent=1) + "\n")
 

@@ -23,6 +23,7 @@ ARGUMENTS = {
     "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
     "formats": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "grad_reduce": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
+    "float16": ["--steps", "1", "--seeds", "1", "--folder", "{}"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
     "in_flight": ["--dry-run", "--json", "{}/figures.json"],
     "kv_window": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
@@ -46,6 +47,7 @@ ARGUMENTS = {
 ON_ONE_GPU = {
     "align": ["--dry-run", "--json", "{}/figures.json"],
     "bits": ["--dry-run", "--json", "{}/figures.json"],
+    "float16": ["--dry-run", "--json", "{}/figures.json"],
     "formats": ["--dry-run", "--json", "{}/figures.json"],
     "kv_window": ["--dry-run", "--json", "{}/figures.json"],
     "lora": ["--bases", "fp8_e2e", "--dry-run", "--json", "{}/figures.json"],
