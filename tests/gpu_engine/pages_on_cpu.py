@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import nemo_fp8rl.generation.weights.worker_extension  # noqa: F401, it may register another backend, for FP8 caches
+from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.shared_ops.attention import SharedAttention
 from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import is_aligned_engine
 from nemo_fp8rl.generation.kv_window.prompt_lengths import PromptLengths
@@ -16,6 +17,13 @@ UNALIGNED: Any = AttentionBackendEnum.CPU_ATTN.get_class()
 
 class SharedCpuAttention(SharedAttention, CPUAttentionBackendImpl):
     """On pages [pages, groups, page_size, 2 * d]: of each token key, then value."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if vllm_compat.has_kv_windows():
+            from nemo_fp8rl.generation.kv_window.spec import ModelInConstruction
+
+            ModelInConstruction.note()
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

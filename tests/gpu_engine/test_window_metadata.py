@@ -10,13 +10,14 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from nemo_fp8rl.generation import vllm_compat
-from nemo_fp8rl.generation.fp8_method.shared_ops.attention import SharedAttentionBackend
 
 pytestmark = pytest.mark.skipif(not vllm_compat.has_kv_windows(), reason="the installed vLLM has no windows")
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
 
 
 def make_builder(window: int | None) -> Any:
+    from nemo_fp8rl.generation.kv_window.shared_ops import WindowSharedBackend  # vLLM 0.25 cannot import it
+
     model = SimpleNamespace(
         rswa_window=window,
         get_num_attention_heads=lambda parallel: 4,
@@ -30,7 +31,7 @@ def make_builder(window: int | None) -> Any:
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         compilation_config=CompilationConfig(cudagraph_mode=CUDAGraphMode.NONE),
     )
-    return SharedAttentionBackend.get_builder_cls()(SPEC, [], config, torch.device("cpu"))
+    return WindowSharedBackend.get_builder_cls()(SPEC, [], config, torch.device("cpu"))
 
 
 def batch(lengths: list[int], prompts: list[int] | None) -> CommonAttentionMetadata:

@@ -8,7 +8,7 @@ A recipe may choose FlashAttention 3 (`ops.flash_attention`) to read the pages. 
 neither a schedule nor a number of splits nor a common prefix, all of which would depend on the batch.
 
 With a window of the KV cache (vLLM's reference sliding window) vLLM frees the pages between prompt and window, and the
-kernel reads none of them.
+kernel reads none of them. `kv_window.shared_ops` has the backend for it.
 """
 
 from typing import Any
@@ -17,15 +17,10 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import kv_window, uses_flash_attention_3
-from nemo_fp8rl.generation.kv_window.prompt_lengths import PromptLengths
 from nemo_fp8rl.ops.attention import attend
 from nemo_fp8rl.ops.flash_attention import attend_pages
 from nemo_fp8rl.ops.kv_pages import write_pages
@@ -74,10 +69,6 @@ class SharedAttention:
         super().__init__(*shape, kv_cache_dtype, logits_soft_cap, attn_type, *args, **kwargs)  # type: ignore[call-arg]
         self.has_fp8_cache, self.uses_flash_attention_3 = kv_cache_dtype in E4M3, uses_flash_attention_3()
         self.supports_quant_query_input, self.window = False, kv_window()
-        if vllm_compat.has_kv_windows():
-            from nemo_fp8rl.generation.kv_window.spec import ModelInConstruction
-
-            ModelInConstruction.note()
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of keys and values, both [pages, page_size, groups, d]."""
@@ -134,22 +125,8 @@ class SharedTritonAttention(SharedAttention, TritonAttentionImpl):
         return False
 
 
-class SharedMetadataBuilder(PromptLengths, TritonAttentionMetadataBuilder):
-    """vLLM's, which puts the prompts' lengths into memory that CUDA graphs read."""
-
-
 class SharedAttentionBackend(TritonAttentionBackend):
     """vLLM's backend for Triton with our kernel; an engine asks for it by attention_backend=CUSTOM."""
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        return True
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        from nemo_fp8rl.generation.kv_window.spec import windowed  # vLLM 0.25 has neither specs of windows nor calls
-
-        return windowed(super().customize_spec(spec))
 
     @staticmethod
     def get_name() -> str:
@@ -158,7 +135,3 @@ class SharedAttentionBackend(TritonAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:
         return SharedTritonAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        return SharedMetadataBuilder
