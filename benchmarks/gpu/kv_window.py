@@ -175,13 +175,15 @@ def rollout(folder: Path, align: str, backend: str | None, window: int | None) -
 
     generate(1)
     time = seconds(lambda: generate(COUNT))
-    cache = engine.core.llm.vllm_config.cache_config  # type: ignore[attr-defined]
-    dense = -(-(ROLLOUT_PROMPT + ANSWER) // cache.block_size)
+    manager = engine.core.llm.engine_core.engine_core.scheduler.kv_cache_manager  # type: ignore[attr-defined]
+    blocks = manager.block_pool.num_gpu_blocks
+    (group,) = manager.kv_cache_config.kv_cache_groups
+    dense = -(-(ROLLOUT_PROMPT + ANSWER) // group.kv_cache_spec.block_size)
     peak, kept, of_all = engine.take_block_counts() if window is not None else (dense, dense, dense)
     engine.shutdown()
     return {
         "tokens_per_second": produced[-1] / time,
-        "blocks": cache.num_gpu_blocks,
+        "blocks": blocks,
         "peak_blocks": peak,
         "saved": 1 - kept / of_all,
     }
