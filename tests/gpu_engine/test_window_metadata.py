@@ -15,9 +15,11 @@ pytestmark = pytest.mark.skipif(not vllm_compat.has_kv_windows(), reason="the in
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
 
 
-def make_builder(window: int | None) -> Any:
-    from nemo_fp8rl.generation.kv_window.shared_ops import WindowSharedBackend  # vLLM 0.25 cannot import it
+def make_builder(window: int | None, is_aligned: bool = True) -> Any:
+    from nemo_fp8rl.generation.kv_window.on_gpu import WindowTritonBackend  # vLLM 0.25 cannot import them
+    from nemo_fp8rl.generation.kv_window.shared_ops import WindowSharedBackend
 
+    backend: Any = WindowSharedBackend if is_aligned else WindowTritonBackend
     model = SimpleNamespace(
         rswa_window=window,
         get_num_attention_heads=lambda parallel: 4,
@@ -31,7 +33,7 @@ def make_builder(window: int | None) -> Any:
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         compilation_config=CompilationConfig(cudagraph_mode=CUDAGraphMode.NONE),
     )
-    return WindowSharedBackend.get_builder_cls()(SPEC, [], config, torch.device("cpu"))
+    return backend.get_builder_cls()(SPEC, [], config, torch.device("cpu"))
 
 
 def batch(lengths: list[int], prompts: list[int] | None) -> CommonAttentionMetadata:
@@ -51,6 +53,7 @@ def batch(lengths: list[int], prompts: list[int] | None) -> CommonAttentionMetad
     )
 
 
+@pytest.mark.parametrize("is_aligned", [True, False], ids=["aligned", "vllm"])
 @pytest.mark.parametrize(
     ("prompts", "expected"),
     [
@@ -61,8 +64,8 @@ def batch(lengths: list[int], prompts: list[int] | None) -> CommonAttentionMetad
     ],
     ids=["all", "none", "fewer", "stale"],
 )
-def test_every_sequence_of_a_batch_has_a_prompt(prompts, expected):
-    builder = make_builder(6)
+def test_every_sequence_of_a_batch_has_a_prompt(is_aligned, prompts, expected):
+    builder = make_builder(6, is_aligned)
     before = builder.build(0, batch([20, 30, 40, 50], [4, 4, 4, 4])).rswa_prefix_lens
     metadata = builder.build(0, batch([20, 30, 40], prompts))
     assert metadata.rswa_prefix_lens.tolist() == expected

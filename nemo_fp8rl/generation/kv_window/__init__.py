@@ -2,5 +2,5 @@
 
 vLLM calls this a reference sliding window. It reads the window from the model's config, where `engine_arguments` puts
 it. The engine's core frees the blocks between prompt and window (`spec`), and attention does not see them: on a CPU
-`fp8_method.on_cpu.windowed_cache`, on a GPU vLLM's own kernels (`on_gpu`), or ours (`fp8_method.shared_ops.attention`).
+`on_cpu`, on a GPU vLLM's own kernels (`on_gpu`), or those that trainer and engine share (`shared_ops`).
 """

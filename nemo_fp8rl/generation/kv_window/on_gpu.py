@@ -5,10 +5,19 @@ Without this spec vLLM's engine would hide the tokens between prompt and window 
 
 from typing import Any
 
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
 
+from nemo_fp8rl.generation.kv_window.prompt_lengths import PromptLengths
 from nemo_fp8rl.generation.kv_window.spec import ModelInConstruction, windowed
 
 FLASH_ATTENTION_WITH_MASKS = 4
@@ -27,6 +36,10 @@ class WindowTritonAttention(TritonAttentionImpl):
         ModelInConstruction.note()
 
 
+class WindowTritonMetadataBuilder(PromptLengths, TritonAttentionMetadataBuilder):
+    pass
+
+
 class WindowTritonBackend(TritonAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -35,6 +48,10 @@ class WindowTritonBackend(TritonAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:
         return WindowTritonAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return WindowTritonMetadataBuilder
 
 
 class WindowFlashAttention(FlashAttentionImpl):
@@ -51,6 +68,10 @@ class WindowFlashAttention(FlashAttentionImpl):
             )
 
 
+class WindowFlashMetadataBuilder(PromptLengths, FlashAttentionMetadataBuilder):
+    pass
+
+
 class WindowFlashBackend(FlashAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -59,3 +80,7 @@ class WindowFlashBackend(FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
         return WindowFlashAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return WindowFlashMetadataBuilder

@@ -41,7 +41,7 @@ Tag = Literal["weights", "kv_cache"]
 # vLLM imports this module in every process of our engines, before the model is built.
 if vllm_compat.has_kv_windows():
     if current_platform.is_cpu():
-        from nemo_fp8rl.generation.fp8_method.on_cpu.windowed_cache import register_windows
+        from nemo_fp8rl.generation.kv_window.on_cpu import register_windows
     else:
         from nemo_fp8rl.generation.kv_window.on_gpu import register_windows
     register_windows()

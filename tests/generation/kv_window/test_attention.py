@@ -28,12 +28,12 @@ def test_it_is_vllms_attention_on_what_a_query_sees(owner, cache_dtype):
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from nemo_fp8rl.generation.fp8_method.on_cpu import windowed_cache
+    from nemo_fp8rl.generation.kv_window import on_cpu
 
     current_platform.import_kernels()
     torch.cpu._init_amx()
     dtype, is_emulated = torch.bfloat16, owner == "emulated"
-    backend = windowed_cache.EmulatedWindowBackend if is_emulated else windowed_cache.WindowBackend
+    backend = on_cpu.EmulatedWindowBackend if is_emulated else on_cpu.WindowBackend
     config = VllmConfig()
     config.model_config = SimpleNamespace(dtype=dtype, rswa_window=WINDOW)
     with set_current_vllm_config(config):
