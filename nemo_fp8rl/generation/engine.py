@@ -61,6 +61,7 @@ class VllmEngine:
         self.sleep_level, self.is_cache_asleep, self.has_died, self.retried_prompts = 0, False, False, 0
         self.readers, self.recording, self.in_flight, self.max_wait = AnswerReaders(), Lock(), False, 0.0
         self.shapes: Shapes | None = None
+        self.has_window = False
 
     def setup(self, cfg: Config, load_format: str = "dummy") -> None:
         """Start vLLM. Raises UserError where this machine or vLLM cannot serve the recipe.
