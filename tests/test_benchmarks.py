@@ -183,13 +183,14 @@ def test_it_runs(name, tmp_path):
     copy = tmp_path / "benchmarks"
     shutil.copytree(BENCHMARKS, copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
     (copy / "results").mkdir()
+    shutil.copy(BENCHMARKS / "results/refit_h200.json", copy / "results")  # whose rates refit_plan reads
     (tmp_path / "docs").mkdir()
     (tmp_path / "conf").symlink_to(BENCHMARKS.parent / "conf")
     arguments = [argument.format(tmp_path) for argument in ARGUMENTS[name]]
     command = [sys.executable, str(copy / f"{name}.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    written = [*tmp_path.glob("*.json"), *copy.glob("results/*.json")]
+    written = [*tmp_path.glob("*.json"), *(file for file in copy.glob("results/*.json") if "h200" not in file.name)]
     assert written
     if name == "logprobs":  # of a released vocabulary
         for case in json.loads(written[0].read_text())["cases"]:
