@@ -73,7 +73,7 @@ BLOCKS = {"peak": "generation/kv_blocks_peak", "saved": "generation/kv_blocks_sa
 
 
 def run_recipe(run: Path, *keys: str) -> list[dict[str, float]]:
-    """What a run measured, by step."""
+    """Run GRPO and return its metrics, by step."""
     shutil.rmtree(run, ignore_errors=True)  # of an interrupted benchmark
     keys = (*keys, f"logger.log_dir={run}", "checkpointing.enabled=false", "logger.tensorboard_enabled=false")
     train(load(RECIPES / "tiny_cpu.yaml", list(keys)))

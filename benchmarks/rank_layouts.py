@@ -28,7 +28,7 @@ EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class Shape:
-    """How a trainer and its engines split a model.
+    """The split of a model over a trainer and its engines.
 
     model:             name on the hub
     ranks:             of the trainer

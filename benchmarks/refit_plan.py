@@ -146,7 +146,7 @@ def buckets(route: tuple[TensorPart, ...], capacity: int) -> int:
 
 
 class EngineMemory(SimpleNamespace):
-    """What `VersionLoad` reads of a `WeightStore`, over memory of the same layout: a tensor for each part."""
+    """A stand-in for `WeightStore` in `VersionLoad`, over memory of the same layout: a tensor for each part."""
 
     @classmethod
     def of(cls, parts: list[TensorPart]) -> "EngineMemory":

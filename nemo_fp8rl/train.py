@@ -17,6 +17,7 @@ from nemo_fp8rl.algorithms.mismatch import log_weight_histogram
 from nemo_fp8rl.algorithms.policy_update import (
     average_steps,
     check_versions,
+    describe_empty_steps,
     describe_overflows,
     judge_and_correct,
     train_on_batch,
@@ -314,15 +315,10 @@ def train_step(parts: LoopParts, step: int) -> StepOutcome:
         )
         if per_rollout:
             parts.policy.step_schedule()
-    if sentence := describe_overflows(steps):
-        notes.append(f"step {step}: {sentence}")
+    reasons = describe_overflows(steps), "" if judgement.skip_update else describe_empty_steps(skipped)
+    notes += [f"step {step}: {sentence}" for sentence in reasons if sentence]
     if judgement.skip_update:
         skipped = 1  # a gate skips the whole step
-    elif skipped:
-        count = "1 optimizer step was" if skipped == 1 else f"{skipped} optimizer steps were"
-        notes.append(
-            f"step {step}: {count} skipped, because nothing was left to train on: all its tokens were rejected"
-        )
     if cfg.fp8_kv_cache:
         with clock("kv_calibration"):
             parts.policy.calibrate_kv(judgement.batch)

@@ -11,7 +11,6 @@ Triton's interpreter; there the first difference is looked for in any case.
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +29,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 from benchmarks.gpu.aligned_speed import ANSWER, rollout_speed, train_speed, write_models
 from benchmarks.gpu.first_difference import find
 from benchmarks.gpu.interpreted import ROOT, prepare
-from benchmarks.gpu.report import ON_GPU, Report, percent
+from benchmarks.gpu.report import ON_GPU, Report, percent, start
 
 FLOWS = (("fp8_e2e", False), ("bf16", False), ("fp8_e2e", True))
 """(flow, with an FP8 KV cache), the most important first."""
@@ -214,19 +213,12 @@ class Measurement:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=720, help="time limit")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--layers", type=int, default=2, help="of the random model")
     parser.add_argument("--attention", choices=["FLASH_ATTN"], help="the backend of the flows without an FP8 KV cache")
     parser.add_argument("--folder", type=Path, help="keep models and runs here")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
+    arguments, report = start(parser, 720)
     dry_run = arguments.dry_run
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Megatron in other processes, about itself
-    if not (dry_run or ON_GPU):
-        parser.error("there is no GPU; --dry-run has the smallest sizes on a CPU")
-    report = Report(arguments.seconds if not dry_run else 3600.0)  # a dry run leaves nothing out
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         measurement = Measurement(report, folder, 2 if dry_run else arguments.steps, dry_run, arguments.attention)

@@ -7,7 +7,6 @@ no time is left for is left out, and said. --dry-run has the smallest sizes, on 
 """
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.align import Measurement
-from benchmarks.gpu.report import ON_GPU, Report, percent
+from benchmarks.gpu.report import percent, start
 
 FLOWS = ("bf16", "fp8_e2e", "fp8_rollout")
 PRECISIONS = ("bfloat16", "float16")
@@ -46,17 +45,10 @@ def compare(measurement: Measurement, flow: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600, help="time limit")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--folder", type=Path, help="keep models and runs here")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
+    arguments, report = start(parser, 600)
     dry_run = arguments.dry_run
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Megatron in other processes, about itself
-    if not (dry_run or ON_GPU):
-        parser.error("there is no GPU; --dry-run has the smallest sizes on a CPU")
-    report = Report(arguments.seconds if not dry_run else 3600.0)  # a dry run leaves nothing out
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         measurement = Measurement(report, folder, 2 if dry_run else arguments.steps, dry_run)

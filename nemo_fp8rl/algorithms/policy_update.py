@@ -142,6 +142,14 @@ def describe_overflows(steps: Sequence[dict[str, float]]) -> str:
     )
 
 
+def describe_empty_steps(count: int) -> str:
+    """Return a sentence about optimizer steps that had no token to train on; "" where there are none."""
+    if not count:
+        return ""
+    steps = "1 optimizer step was" if count == 1 else f"{count} optimizer steps were"
+    return f"{steps} skipped, because nothing was left to train on: all its tokens were rejected"
+
+
 def average_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over optimizer steps; of metrics that end in _min or _max, the extremum."""
     total = combine_metrics(steps)

@@ -84,8 +84,13 @@ class OptimizerConfig(Block):
     """Steps with an overflow after which the factor halves at each."""
 
     def check(self) -> None:
-        """Raise UserError for dtypes that contradict other keys of the block."""
+        """Raise UserError for dtypes and scales that contradict other keys of the block."""
         block = "policy.megatron_cfg.optimizer"
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise UserError(
+                f"{block}.initial_loss_scale={self.initial_loss_scale:g} is below {block}.min_loss_scale="
+                f"{self.min_loss_scale:g}; raise it"
+            )
         if not self.use_precision_aware_optimizer:
             for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
                 if (dtype := getattr(self, name)) != "fp32":

@@ -14,7 +14,7 @@ from nemo_fp8rl.data.records import Record
 from nemo_fp8rl.hf.hub import checkpoint_folder
 
 INCOMPLETE = "\ufffd"
-"""What tokens decode to that end within a character."""
+"""The end of a text whose last token ends within a character."""
 
 
 class PromptTokenizer:

@@ -150,7 +150,7 @@ def is_bf16_matmul_fast() -> bool:
 
 
 def is_matmul_fast(dtype: torch.dtype) -> bool:
-    """Return whether matmuls in a dtype are as fast as in float32, or faster: those in float16 are on a GPU alone."""
+    """Return True if matmuls in a dtype are at least as fast as in float32; those in float16 are on a GPU alone."""
     if dtype is torch.float16:
         return torch.cuda.is_available()
     return dtype is not torch.bfloat16 or is_bf16_matmul_fast()

@@ -35,7 +35,7 @@ OF_EXPERTS = ("gate_up", "down")
 LENGTH, PAGE = 80, 16
 """Keys of the longest sequence in attention, which are more than a block of them, and of a page."""
 PROMPT, WINDOW, LENGTH_IN_WINDOW = 5, 9, 3 * BLOCK_KEYS + PAGE
-"""Where a recipe has a window of any size: with these a late query's walk over the keys leaves a block out."""
+"""Tokens, for a recipe with a window of any size: with these a late query's walk over the keys leaves a block out."""
 CACHE_SCALES = (2.0**-8, 2.0**-5)
 """Of keys, some of which become the largest code, and of values."""
 

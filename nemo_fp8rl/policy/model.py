@@ -176,10 +176,20 @@ def build_model(config: TransformerConfig, layout: Layout, cfg: Config, kv_cache
     adapters = AdapterState.of(policy.megatron_cfg.peft) if layout.adapters else None
     # Megatron warns about every layer class that is not its own
     logging.getLogger(transformer_layer.__name__).setLevel(logging.ERROR)
-    further = chooses_flash_attention_3(cfg), adapters, cfg.trainer_kv_window
+    layers = block_spec(
+        layout,
+        choice,
+        fp8_layers,
+        rope,
+        kv_cache,
+        mismatches,
+        flash_attention_3=chooses_flash_attention_3(cfg),
+        adapters=adapters,
+        kv_window=cfg.trainer_kv_window,
+    )
     model = PolicyModel(
         config,
-        block_spec(layout, choice, fp8_layers, rope, kv_cache, mismatches, *further),
+        layers,
         vocab_size=layout.padded_vocab_size,
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=layout.is_first_stage,

@@ -69,7 +69,7 @@ class Rollout:
 
 @dataclass
 class AnswerCounts:
-    """What is counted of all answers of a step, in order of their generation."""
+    """Counts of all answers of a step, in the order of their generation."""
 
     rewards: list[Tensor] = field(default_factory=list)
     generated_tokens: int = 0

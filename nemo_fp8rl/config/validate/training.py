@@ -81,14 +81,9 @@ def _check_loss_scale(cfg: Config) -> None:
             if (value := getattr(keys, name)) != default:
                 raise UserError(
                     f"{block}.{name}={value} is of a loss in float16, and policy.precision is {cfg.policy.precision}: "
-                    f"remove it, or set policy.precision=float16"
+                    "remove it, or set policy.precision=float16"
                 )
         return
-    if keys.initial_loss_scale < keys.min_loss_scale:
-        raise UserError(
-            f"{block}.initial_loss_scale={keys.initial_loss_scale:g} is below {block}.min_loss_scale="
-            f"{keys.min_loss_scale:g}; raise it"
-        )
     ddp = "policy.megatron_cfg.distributed_data_parallel_config"
     if keys.use_precision_aware_optimizer and not lookup(cfg, f"{ddp}.grad_reduce_in_fp32"):
         raise UserError(

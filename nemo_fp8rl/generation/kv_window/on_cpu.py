@@ -31,7 +31,7 @@ from nemo_fp8rl.generation.fp8_method.on_cpu.emulated_cache import (
     EmulatedCacheAttention,
     EmulatedCacheMetadataBuilder,
 )
-from nemo_fp8rl.generation.kv_window.spec import ModelInConstruction, windowed
+from nemo_fp8rl.generation.kv_window.spec import WindowImplMixin, WindowSpecMixin
 
 COPIED_TOKENS = 2**14
 """Tokens that are copied at a time, at least those of one query."""
@@ -44,7 +44,7 @@ def register_windows() -> None:
 
 
 class Copy(NamedTuple):
-    """Where the copied tokens come from, and where they go; int64 [tokens] each.
+    """The sources and places of copied tokens; int64 [tokens] each.
 
     blocks, offsets:  a block of the engine's cache and a token in it
     slots:            places in the copy
@@ -163,12 +163,8 @@ class WindowMetadataBuilder(CPUAttentionMetadataBuilder):
         return super().build(0, part)
 
 
-class WindowAttention(CPUAttentionBackendImpl):
+class WindowAttention(WindowImplMixin, CPUAttentionBackendImpl):
     """vLLM's attention, part by part."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        ModelInConstruction.note()
 
     def forward(
         self,
@@ -226,7 +222,7 @@ class WindowAttention(CPUAttentionBackendImpl):
 
 
 class EmulatedWindowAttention(WindowAttention, EmulatedCacheAttention):
-    """The same for a machine on which FP8 caches are emulated; a copy of one is dequantized."""
+    """`WindowAttention` for a machine on which FP8 caches are emulated; the copy of such a cache is dequantized."""
 
     def _copy_dtype(self, kv_cache: Tensor, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.emulates else kv_cache.dtype
@@ -246,16 +242,12 @@ class EmulatedWindowMetadataBuilder(WindowMetadataBuilder, EmulatedCacheMetadata
     """Plans for a cache in the model's dtype, as those of `emulated_cache` are."""
 
 
-class WindowBackend(CPUAttentionBackend):
+class WindowBackend(WindowSpecMixin, CPUAttentionBackend):
     """vLLM's backend with windows. It keeps vLLM's name, by which vLLM looks backends up."""
 
     @classmethod
     def supports_rswa(cls) -> bool:
         return True
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        return windowed(super().customize_spec(spec))
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -278,10 +270,10 @@ class EmulatedWindowBackend(WindowBackend):
 
 @cache
 def _places(isa: str, block_size: int, d: int, dtype: torch.dtype, cache_dtype: str) -> tuple[Tensor, Tensor]:
-    """Return where a block has keys and values of its tokens, int64 [block_size, d] each, by writing one block.
+    """Return the places of keys and values of a block's tokens, int64 [block_size, d] each, by writing one block.
 
-    Kernels have layouts of their own. What is written are the digits of the values' numbers: below 16 they are exact in
-    every format.
+    Kernels have layouts of their own. The digits of the values' numbers are written, which are exact in every format
+    because they are below 16.
     """
     numbers = torch.arange(block_size * d).view(block_size, 1, d)
     stored = torch.zeros(2, block_size * d, dtype=torch.int64)

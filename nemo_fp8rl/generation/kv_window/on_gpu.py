@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from nemo_fp8rl.generation.kv_window.prompt_lengths import PromptLengths
-from nemo_fp8rl.generation.kv_window.spec import ModelInConstruction, windowed
+from nemo_fp8rl.generation.kv_window.spec import ModelInConstruction, WindowImplMixin, WindowSpecMixin
 
 FLASH_ATTENTION_WITH_MASKS = 4
 """The version of FlashAttention that takes the mask; with others vLLM 0.32 hides nothing, and does not say so."""
@@ -30,21 +30,15 @@ def register_windows() -> None:
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{WindowFlashBackend.__qualname__}")
 
 
-class WindowTritonAttention(TritonAttentionImpl):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        ModelInConstruction.note()
+class WindowTritonAttention(WindowImplMixin, TritonAttentionImpl):
+    """vLLM's."""
 
 
 class WindowTritonMetadataBuilder(PromptLengths, TritonAttentionMetadataBuilder):
-    pass
+    """vLLM's, which gets the lengths of all prompts."""
 
 
-class WindowTritonBackend(TritonAttentionBackend):
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        return windowed(super().customize_spec(spec))
-
+class WindowTritonBackend(WindowSpecMixin, TritonAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:
         return WindowTritonAttention
@@ -54,12 +48,11 @@ class WindowTritonBackend(TritonAttentionBackend):
         return WindowTritonMetadataBuilder
 
 
-class WindowFlashAttention(FlashAttentionImpl):
+class WindowFlashAttention(WindowImplMixin, FlashAttentionImpl):
     """Raises ValueError with a window and a version of FlashAttention that has no mask for it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        ModelInConstruction.note()
         version = self.vllm_flash_attn_version
         if ModelInConstruction.window is not None and version != FLASH_ATTENTION_WITH_MASKS:
             raise ValueError(
@@ -69,14 +62,10 @@ class WindowFlashAttention(FlashAttentionImpl):
 
 
 class WindowFlashMetadataBuilder(PromptLengths, FlashAttentionMetadataBuilder):
-    pass
+    """vLLM's, which gets the lengths of all prompts."""
 
 
-class WindowFlashBackend(FlashAttentionBackend):
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        return windowed(super().customize_spec(spec))
-
+class WindowFlashBackend(WindowSpecMixin, FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
         return WindowFlashAttention

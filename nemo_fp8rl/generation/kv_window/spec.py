@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 from weakref import WeakSet
 
-from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.core.single_type_kv_cache_manager import RSWAManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
+
+from nemo_fp8rl.generation.fp8_method.shared_ops.engine_choice import kv_window
 
 KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's specs, which a first registration would prevent
 
@@ -89,8 +90,23 @@ class ModelInConstruction:
 
         vLLM asks a backend for its specs as soon as the layers are there, but then no config is current.
         """
-        config = get_current_vllm_config_or_none()
-        cls.window = getattr(config and config.model_config, "rswa_window", None)
+        cls.window = kv_window()
+
+
+class WindowImplMixin:
+    """A mixin before an attention layer of vLLM: it notes the window of its model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        ModelInConstruction.note()
+
+
+class WindowSpecMixin:
+    """A mixin before a backend of vLLM with layers that are `WindowImplMixin`: it has the spec of a windowed cache."""
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return windowed(super().customize_spec(spec))  # type: ignore[misc]
 
 
 def windowed(spec: Any) -> Any:

@@ -150,7 +150,9 @@ def check_keys(master: Mapping[str, Any]) -> None:
 
 
 def why_dtype_unclear(policy: Mapping[str, Any]) -> str:
-    """Return which key of a block `policy` leaves float16 on one side, or without a loss scale; empty if none does.
+    """Return a sentence about a key of a block `policy` that leaves float16 on one side, or without a loss scale.
+
+    It is empty where there is no such key.
 
     NeMo RL gives its model the dtype of policy.precision, and Megatron's optimizer, which scales the loss, the keys of
     the recipe (nemo_rl/models/megatron/setup.py); its engine takes vllm_cfg.precision, in which auto is the

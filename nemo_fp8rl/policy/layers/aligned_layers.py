@@ -26,7 +26,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_fp8rl.policy.layers.attention import CoreAttention, hidden_keys, visible_keys
+from nemo_fp8rl.policy.layers.attention import CoreAttention, Sequences, visible_keys
 from nemo_fp8rl.policy.on_cpu.amx_matmul import tile_product
 from nemo_fp8rl.policy.on_cpu.avx_attention import attention_in_kernel_order
 from nemo_fp8rl.policy.on_cpu.vllm_cpu_rounding import (
@@ -84,23 +84,14 @@ class AlignedAttention(CoreAttention):
 
     QUERY_BLOCK = 512
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: Tensor | None = None,
-        prompt_lengths: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         s, b, heads, d = query.shape
-        groups, hidden = key.size(2), None
-        if self.kv_window is not None and prompt_lengths is not None:
-            hidden = hidden_keys(s, prompt_lengths, self.kv_window)
+        groups, hidden = key.size(2), self.hidden_keys(s, sequences)
         cos, sin = self.rope.table(s, query.dtype, query.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         round_weights, smallest = rounds_probabilities(query.dtype, d), None
         if self.kv_cache is not None:
-            key, value = self.kv_cache.read(self.layer, query, key, value, rows)
+            key, value = self.kv_cache.read(self.layer, query, key, value, sequences.rows)
             smallest = self.kv_cache.smallest_sum(self.layer)
         q = query.float().permute(1, 2, 0, 3).reshape(b, groups, heads // groups, s, d)
         k = key.float().permute(1, 2, 3, 0).unsqueeze(2)  # [b, groups, 1, d, s]
@@ -116,7 +107,11 @@ class AlignedAttention(CoreAttention):
     def _attend_in_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, round_weights: bool, smallest: float | None, hidden: Tensor | None
     ) -> Tensor:
-        """Return the shape of q, [b, groups, heads per group, s, d]; k and v as there; hidden of `hidden_keys`."""
+        """Return attention in the shape of q, [b, groups, heads per group, s, d].
+
+        k, v:    [b, groups, 1, d, s] and [b, groups, 1, s, d]
+        hidden:  of `hidden_keys`
+        """
         outputs, s = [], q.size(-2)
         for start in range(0, s, self.QUERY_BLOCK):
             queries = slice(start, min(start + self.QUERY_BLOCK, s))

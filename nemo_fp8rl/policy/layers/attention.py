@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,17 @@ from nemo_fp8rl.policy.layers.context_parallel import to_heads, to_tokens
 from nemo_fp8rl.policy.layers.kv_cache import TrainerKvCache
 from nemo_fp8rl.policy.layers.packed_sequences import PackedSequences
 from nemo_fp8rl.policy.layers.rope import Rope
+
+
+class Sequences(NamedTuple):
+    """The sequences of a call of attention.
+
+    rows:            int64 [b], their numbers in the microbatch if sequences are packed; None for all of it
+    prompt_lengths:  int64 [b], with a window; else they count for nothing
+    """
+
+    rows: Tensor | None = None
+    prompt_lengths: Tensor | None = None
 
 
 class CoreAttention(MegatronModule):
@@ -42,20 +53,16 @@ class CoreAttention(MegatronModule):
         self.layer = layer_number - 1
         self.scale = 1.0 / math.sqrt(config.kv_channels)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: Tensor | None = None,
-        prompt_lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention of whole sequences at positions 0..s-1: [s, b, ...] -> [s, b, heads * d].
-
-        rows:            int64 [b], the numbers of these sequences if sequences are packed
-        prompt_lengths:  int64 [b], with `kv_window`
-        """
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
+        """Compute attention of whole sequences at positions 0..s-1: [s, b, ...] -> [s, b, heads * d]."""
         raise NotImplementedError
+
+    def hidden_keys(self, length: int, sequences: Sequences) -> Tensor | None:
+        """Return `hidden_keys` of sequences of this length; None without a window."""
+        if self.kv_window is None:
+            return None
+        assert sequences.prompt_lengths is not None, "Pipeline passes prompt lengths"
+        return hidden_keys(length, sequences.prompt_lengths, self.kv_window)
 
     def forward(
         self,
@@ -67,7 +74,6 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> Tensor:
-        assert self.kv_window is None or attention_mask is not None, "Pipeline passes prompt lengths"
         group = parallel_state.get_context_parallel_group(check_initialized=False)
         if group is None or group.size() == 1:
             return self._attend_sequences(query, key, value, packed_seq_params, attention_mask)
@@ -83,33 +89,25 @@ class CoreAttention(MegatronModule):
         prompt_lengths: Tensor | None,
     ) -> Tensor:
         if packed is None:
-            return self.attend(query, key, value, None, prompt_lengths)
+            return self.attend(query, key, value, Sequences(prompt_lengths=prompt_lengths))
         outputs = []
         for group in packed.length_groups:
             q, k, v = (group.pad(t) for t in (query, key, value))
-            prompts = None if prompt_lengths is None else prompt_lengths[group.rows]
-            outputs.append(self.attend(q, k, v, group.rows, prompts)[group.index])
+            sequences = Sequences(group.rows, None if prompt_lengths is None else prompt_lengths[group.rows])
+            outputs.append(self.attend(q, k, v, sequences)[group.index])
         return torch.cat(outputs)[packed.order]
 
 
 class SdpaAttention(CoreAttention):
     """Attention by torch's SDPA without cuDNN's kernels."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: Tensor | None = None,
-        prompt_lengths: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         query, key = self.rope.apply(query), self.rope.apply(key)
         if self.kv_cache is not None:
-            key, value = self.kv_cache.read(self.layer, query, key, value, rows)
+            key, value = self.kv_cache.read(self.layer, query, key, value, sequences.rows)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        mask = None
-        if self.kv_window is not None and prompt_lengths is not None:
-            mask = visible_keys(hidden_keys(query.size(0), prompt_lengths, self.kv_window))[:, None]
+        hidden = self.hidden_keys(query.size(0), sequences)
+        mask = None if hidden is None else visible_keys(hidden)[:, None]
         with _without_cudnn():
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
@@ -133,7 +131,7 @@ def hidden_keys(length: int, prompt_lengths: Tensor, window: int) -> Tensor:
 
 
 def visible_keys(hidden: Tensor, queries: slice = slice(None)) -> Tensor:
-    """Return which keys a query sees, bool [b, queries, length].
+    """Return a mask of the keys that each query sees, bool [b, queries, length].
 
     hidden:   of `hidden_keys`, [b, length, 2]
     queries:  rows to compute

@@ -14,7 +14,7 @@ OPTIMIZER = "policy.megatron_cfg.optimizer"
 
 
 def overflows(metrics: dict[str, float], ddp: DistributedDataParallel, scale: LossScale | None = None) -> bool:
-    """Return, on all ranks alike, whether gradients overflowed at a loss scale that can fall.
+    """Return True, on all ranks alike, if gradients overflowed at a loss scale that can fall.
 
     Megatron checks gradients only when it scales the loss. A NaN or an infinity shows in the smallest or largest value
     of a gradient, and these need no temporary tensor. It shows as well after a sum in FP8, where a block with such a

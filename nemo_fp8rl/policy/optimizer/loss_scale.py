@@ -11,6 +11,7 @@ be divided by a wrong scale. Here one flag of all gradients on all ranks drives 
 Source: megatron/core/optimizer/grad_scaler.py and optimizer.py (`ChainedOptimizer.prepare_grads`, `get_loss_scale`).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,5 +62,8 @@ class LossScale:
         """Set what `state` returned. Raises KeyError, TypeError or ValueError for what it did not return."""
         for scaler in self.scalers:
             if isinstance(scaler, DynamicGradScaler):
-                scale = torch.tensor([float(state["scale"])], dtype=torch.float32)
+                value = float(state["scale"])
+                if not 0 < value < math.inf:
+                    raise ValueError(f"a loss scale of {value:g}")
+                scale = torch.tensor([value], dtype=torch.float32)
                 scaler.load_state_dict({"scale": scale} | {name: int(state[name]) for name in TRACKERS})

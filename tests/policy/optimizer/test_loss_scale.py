@@ -106,7 +106,7 @@ def test_a_run_goes_on_with_its_scale_to_the_bit(recipe, tmp_path, states):
         resumed.shutdown()
 
 
-def test_a_checkpoint_without_a_scale_is_refused(recipe, tmp_path):
+def test_a_checkpoint_without_a_scale_that_can_be_is_refused(recipe, tmp_path):
     worker = new_worker(recipe(*FLOAT16))
     train(worker, random_batch(0))
     worker.save(str(tmp_path))
@@ -116,6 +116,11 @@ def test_a_checkpoint_without_a_scale_is_refused(recipe, tmp_path):
     path.write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"loss_scale.*not complete"):
         worker.load(str(tmp_path))
+    for scale in (0, -1, math.inf, math.nan):
+        damaged = {"scale": scale, "growth_tracker": 1, "hysteresis_tracker": 2}
+        path.write_text(json.dumps(record | {"loss_scale": damaged}))
+        with pytest.raises(UserError, match=r"a loss scale of .*not complete"):
+            worker.load(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The questions whether the engine under construction is aligned, by which attention, and what a token sees."""
+"""Properties of the engine under construction: its alignment, its attention, and its window."""
 
 from vllm.config import get_current_vllm_config_or_none
 

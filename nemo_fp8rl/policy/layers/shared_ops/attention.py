@@ -12,8 +12,8 @@ from nemo_fp8rl.ops import flash_attention
 from nemo_fp8rl.ops.attention import attention
 from nemo_fp8rl.ops.kv_pages import write_pages
 from nemo_fp8rl.ops.rope import rotate
-from nemo_fp8rl.policy.layers.attention import CoreAttention
-from nemo_fp8rl.policy.layers.shared_ops.attention_gradients import KvWindow, attention_gradients
+from nemo_fp8rl.policy.layers.attention import CoreAttention, Sequences
+from nemo_fp8rl.policy.layers.shared_ops.attention_gradients import ForwardPass, KvWindow, attention_gradients
 
 CacheScales = tuple[float, float] | None
 """Scales (k, v) of an FP8 KV cache, whose codes are read; None where the trainer rounds nothing."""
@@ -94,7 +94,8 @@ class SequenceAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         if ctx.cache_scales is not None:
             k, v = (from_cache(codes, x, q.dtype) for codes, x in zip((k, v), ctx.cache_scales, strict=True))
-        gradients = attention_gradients(grad, q, k, v, out, lse, ctx.sequences, ctx.scale, ctx.window)
+        done = ForwardPass(q, k, v, out, lse, ctx.sequences, ctx.scale, ctx.window)
+        gradients = attention_gradients(grad, done)
         return None, *gradients, None, None, None, None
 
 
@@ -103,14 +104,7 @@ class SharedAttention(CoreAttention):
 
     kernel: Kernel = staticmethod(attend_by_shared_kernel)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: Tensor | None = None,
-        prompt_lengths: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         s, b, heads, d = query.shape
         cos, sin = self.rope.table(s, query.dtype, query.device)
         table, positions = torch.cat((cos, sin), -1).view(s, d), torch.arange(s, device=query.device).repeat(b)
@@ -119,11 +113,11 @@ class SharedAttention(CoreAttention):
         cache_scales = None
         if self.kv_cache is not None:
             rotated_query, rotated_key = (t.unflatten(0, (b, s)).transpose(0, 1) for t in (q, k))
-            cache_scales = self.kv_cache.observe(self.layer, rotated_query, rotated_key, value, rows)
+            cache_scales = self.kv_cache.observe(self.layer, rotated_query, rotated_key, value, sequences.rows)
         window = None
         if self.kv_window is not None:
-            assert prompt_lengths is not None, "CoreAttention.forward"
-            window = KvWindow(prompt_lengths, self.kv_window)
+            assert sequences.prompt_lengths is not None, "Pipeline passes prompt lengths"
+            window = KvWindow(sequences.prompt_lengths, self.kv_window)
         out = SequenceAttention.apply(self.kernel, q, k, v, b, self.scale, cache_scales, window)
         return out.view(b, s, heads * d).transpose(0, 1)
 

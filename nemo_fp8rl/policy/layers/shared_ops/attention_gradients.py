@@ -29,6 +29,28 @@ class KvWindow(NamedTuple):
     size: int
 
 
+class ForwardPass(NamedTuple):
+    """Attention of sequences of one length, which lie one after the other.
+
+    q:          [sequences * s, heads, d]
+    k, v:       [sequences * s, groups, d]
+    out:        of the shape of q
+    lse:        float32 [heads, sequences * s], the natural logarithm of each row's sum of exp(score)
+    sequences:  number of sequences
+    scale:      multiplies scores
+    window:     the keys that queries see; None for all before them
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    sequences: int
+    scale: float
+    window: KvWindow | None
+
+
 class Span(NamedTuple):
     """Queries that attend to keys; each is (first row, number of rows)."""
 
@@ -36,17 +58,7 @@ class Span(NamedTuple):
     keys: tuple[int, int]
 
 
-def on_gpu(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sequences: int,
-    scale: float,
-    window: KvWindow | None = None,
-) -> Gradients:
+def on_gpu(grad: Tensor, done: ForwardPass) -> Gradients:
     """FlashAttention 2, for bfloat16 and float16 and heads of up to 256 values, a multiple of 8.
 
     It has windows, but none besides a prompt. p depends on no other pair of query and key, so that gradients are sums
@@ -55,6 +67,7 @@ def on_gpu(
 
     Source: torch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_bwd
     """
+    q, k, v, out, lse, sequences, scale, window = done
     length = len(q) // sequences
     starts = torch.arange(0, len(q) + 1, length, dtype=torch.int32, device=q.device)
     whole = starts, starts, length, length
@@ -94,18 +107,9 @@ def _flash_attention_2(*arguments: Any, **window: int) -> Gradients:
     )
 
 
-def on_cpu(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sequences: int,
-    scale: float,
-    window: KvWindow | None = None,
-) -> Gradients:
+def on_cpu(grad: Tensor, done: ForwardPass) -> Gradients:
     """FlashAttention of torch's CPU build, in float32: in bfloat16 its gradients are rounded more than once."""
+    q, k, v, out, lse, sequences, scale, window = done
     tensors = [t.unflatten(0, (sequences, -1)).transpose(1, 2).float() for t in (grad, q, k, v, out)]
     by_sequence, mask = lse.unflatten(1, (sequences, -1)).transpose(0, 1), None
     if window is not None:
@@ -121,25 +125,6 @@ def on_cpu(
 BY_DEVICE: dict[str, Callable[..., Gradients]] = {"cuda": on_gpu, "cpu": on_cpu}
 
 
-def attention_gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sequences: int,
-    scale: float,
-    window: KvWindow | None = None,
-) -> Gradients:
-    """Return the gradients of q, k and v, in their shapes and q's dtype.
-
-    grad, out:  [sequences * s, heads, d], gradient and output; of sequences of one length, one after the other
-    q:          [sequences * s, heads, d]
-    k, v:       [sequences * s, groups, d]
-    lse:        float32 [heads, sequences * s], the natural logarithm of each row's sum of exp(score)
-    sequences:  number of sequences
-    scale:      multiplies scores
-    window:     the keys that queries see; None for all before them
-    """
-    return BY_DEVICE[q.device.type](grad.contiguous(), q, k, v, out, lse, sequences, scale, window)
+def attention_gradients(grad: Tensor, done: ForwardPass) -> Gradients:
+    """Return the gradients of q, k and v, in their shapes and q's dtype. grad: of `done.out`."""
+    return BY_DEVICE[done.q.device.type](grad.contiguous(), done)
