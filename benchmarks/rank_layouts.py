@@ -21,6 +21,7 @@ from nemo_fp8rl.hf.model_config import FAMILIES, HfConfig, read_hf_config
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, HEAD, expected_tensors
 from nemo_fp8rl.policy.weights.hf_names import from_hf, to_hf
 from nemo_fp8rl.policy.weights.layout import Axis, Layout
+from nemo_fp8rl.refit.expert_stacks import stack_parts
 from nemo_fp8rl.refit.manifest import TensorPart
 
 EXPERTS = ".experts."
@@ -133,7 +134,7 @@ def weights(layout: Layout, held: dict[str, Tensor], only_experts: bool) -> Iter
 
 def trainer_parts(layout: Layout, only_experts: bool) -> list[TensorPart]:
     shapes, layers = expected_tensors(layout.hf), Fp8Layers(0, layout.hf.num_hidden_layers)
-    return [
+    parts = [
         TensorPart.of(
             name,
             FP8 if layers.quantizes(name) else part.dtype,
@@ -142,6 +143,7 @@ def trainer_parts(layout: Layout, only_experts: bool) -> list[TensorPart]:
         )
         for name, part in weights(layout, parameters(layout, "meta"), only_experts)
     ]
+    return stack_parts(parts, layout.hf.num_experts)
 
 
 def engine_parts(hf: HfConfig, shape: Shape) -> list[list[TensorPart]]:
@@ -162,4 +164,4 @@ def engine_parts(hf: HfConfig, shape: Shape) -> list[list[TensorPart]]:
                 found[rank].append(TensorPart.of(name, dtype, whole, ((rank * rows, (rank + 1) * rows), (0, whole[1]))))
             else:
                 found[rank].append(TensorPart.of(name, dtype, whole, stored_region(name, whole, hf, rank, size)))
-    return found
+    return [stack_parts(parts, hf.num_experts) for parts in found]

@@ -42,6 +42,7 @@ from rich.table import Table
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.generation.weights.weight_store import VersionLoad
 from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.refit.expert_stacks import stack_weights
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
@@ -206,7 +207,7 @@ def send(
     version: int,
     shape: Shape,
 ) -> None:
-    sender.send(weights(layout, held, shape.only_experts), version, links)
+    sender.send(stack_weights(weights(layout, held, shape.only_experts), sender.stack_sizes), version, links)
 
 
 def timed(call: Callable[..., Any], *arguments: Any) -> float:

@@ -21,6 +21,8 @@ from nemo_fp8rl.fp8.block_scaled import DATA_DTYPES, SCALE_DTYPES
 
 GLOBAL_BYTES = 4
 """Bytes of a global scale, float32."""
+EXPERTS = ".experts."
+"""In the names of experts' matrices and of their stacks."""
 COPIES = 4
 """The largest number of copies of a part among which one engine spreads its tensors; each copy costs more links."""
 
@@ -32,6 +34,8 @@ class RefitError(RuntimeError):
 @dataclass(frozen=True)
 class TensorPart:
     """One tensor's part that a rank has, or that travels.
+
+    The matrices of a layer's experts are one tensor [experts, rows, columns] (`expert_stacks`).
 
     name:   the HF name of the tensor
     dtype:  the name of a format, whose parts include their scales, or torch's name without the prefix
@@ -58,6 +62,11 @@ class TensorPart:
         """Make a part; the default region is the whole tensor."""
         kind = dtype.name if isinstance(dtype, Format) else str(dtype).removeprefix("torch.")
         return cls(name, kind, tuple(shape), full_region(shape) if region is None else region, is_frozen)
+
+    @property
+    def is_stack(self) -> bool:
+        """True for matrices of experts."""
+        return len(self.shape) == 3 and EXPERTS in self.name
 
     @property
     def format(self) -> Format | None:
@@ -101,15 +110,22 @@ class TensorPart:
 
     @cached_property
     def scale_bytes(self) -> int:
-        """Bytes of the block scales and of the global scale."""
-        if self.format is None:
-            return 0
-        block_scales = self.format.scale_itemsize * math.prod(self.scale_shape)
-        return block_scales + (GLOBAL_BYTES if self.format.has_global else 0)
+        """Bytes of the block scales and of the global scales."""
+        return self.global_bytes + (self.format.scale_itemsize * math.prod(self.scale_shape) if self.format else 0)
+
+    @cached_property
+    def global_bytes(self) -> int:
+        """Bytes of the global scales, one of each matrix."""
+        return GLOBAL_BYTES * math.prod(self.size[:-2]) if self.format is not None and self.format.has_global else 0
 
     @property
     def nbytes(self) -> int:
         return self.data_bytes + self.scale_bytes
+
+    @property
+    def matrix(self) -> "TensorPart":
+        """The part of each matrix of a part of a stack."""
+        return replace(self, shape=self.shape[1:], region=self.region[1:])
 
     def cut(self, region: Region) -> "TensorPart":
         return replace(self, region=region)
@@ -133,8 +149,9 @@ class TensorPart:
 
 
 def blocks_of(region: Region, format: Format) -> Region:
-    """Return the region of the block scales that belong to this region of a quantized matrix."""
-    return tuple((a // size, -(-b // size)) for (a, b), size in zip(region, format.weight_block, strict=True))
+    """Return the region of the block scales that belong to this region of a quantized matrix, or of a stack of them."""
+    matrices = region[:-2]
+    return matrices + tuple((a // n, -(-b // n)) for (a, b), n in zip(region[-2:], format.weight_block, strict=True))
 
 
 def to_json(parts: Iterable[TensorPart]) -> str:
@@ -275,13 +292,26 @@ def cross_domain_share(routes: Sequence[Sequence[Route]], sources: Sequence[str]
 
 
 def split_rows(piece: TensorPart, limit: int) -> list[TensorPart]:
-    """Split the piece into bands of at most `limit` bytes; a band has at least one row, or one row of blocks."""
+    """Split the piece into bands of at most `limit` bytes; a band has at least one row, or one row of blocks.
+
+    A band of a stack consists of whole matrices, or of rows of one.
+    """
     if piece.nbytes <= limit or not piece.region:
         return [piece]
     (top, bottom), *rest = piece.region
-    step = piece.format.weight_block[0] if piece.format is not None else 1
+    step = piece.format.weight_block[0] if piece.format is not None and not piece.is_stack else 1
     rows = max(1, limit * (bottom - top) // piece.nbytes // step) * step
-    return [piece.cut(((max(top, a), min(bottom, a + rows)), *rest)) for a in range(top - top % rows, bottom, rows)]
+    bands = [piece.cut(((max(top, a), min(bottom, a + rows)), *rest)) for a in range(top - top % rows, bottom, rows)]
+    return [part for band in bands for part in _split_matrix(band, limit)] if piece.is_stack else bands
+
+
+def _split_matrix(piece: TensorPart, limit: int) -> list[TensorPart]:
+    """Split a stack of one matrix that is above the limit into bands of its rows."""
+    if piece.nbytes <= limit:
+        return [piece]
+    first = piece.region[0]
+    rows = piece.matrix
+    return [piece.cut((first, *band.region)) for band in split_rows(rows, limit)]
 
 
 def _check_match(source: TensorPart, sink: TensorPart) -> None:
@@ -297,8 +327,10 @@ def _check_blocks(side: str, part: TensorPart) -> None:
     if part.format is None:
         return
     block = part.format.weight_block
-    borders = zip(part.region, part.shape, block, strict=False)
-    if len(part.shape) != len(block) or any(a % n or (b % n and b != size) for (a, b), size, n in borders):
+    borders = zip(part.region[-2:], part.shape[-2:], block, strict=False)
+    if not (len(part.shape) == 2 or part.is_stack) or any(
+        a % n or (b % n and b != size) for (a, b), size, n in borders
+    ):
         raise RefitError(
             f"{part.name}: the {side} holds {[list(bounds) for bounds in part.region]} of {list(part.shape)}, and "
             f"{part.dtype} is split into blocks of {block[0]}x{block[1]}: choose a tensor parallel size that keeps "

@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
-from nemo_fp8rl.refit.manifest import GLOBAL_BYTES, RefitError, TensorPart
+from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 
 Encoding = Literal["full", "delta"]
 
@@ -75,7 +75,7 @@ class Content:
 
     data:         the piece in its dtype
     scale_inv:    the block scales of a quantized piece; None for other dtypes
-    global_scale: float32 [1], where the format has one
+    global_scale: float32 [1], where the format has one; of a stack [matrices]
     """
 
     data: Tensor
@@ -95,12 +95,14 @@ class Content:
         if self.scale_inv is None:
             return Content(self.data[part.local(region)])
         data, scales = self.data[part.local_data(region)], self.scale_inv[part.local_scales(region)]
-        return Content(data, scales, self.global_scale)
+        matrices, factors = part.local(region)[:-2], self.global_scale
+        return Content(data, scales, factors[matrices] if factors is not None and matrices else factors)
 
     def as_block_scaled(self, part: TensorPart) -> BlockScaled:
         """Return the same memory as a tensor of the part's format."""
         assert part.format is not None and self.scale_inv is not None
-        global_scale = None if self.global_scale is None else self.global_scale[0]
+        is_stack = self.data.dim() > 2
+        global_scale = None if self.global_scale is None else self.global_scale if is_stack else self.global_scale[0]
         return BlockScaled(self.data, self.scale_inv, part.format.weight_block, part.format, global_scale)
 
     @property
@@ -126,6 +128,6 @@ def scales_of(part: TensorPart, payload: Tensor) -> tuple[Tensor | None, Tensor 
     """Return views of the block scales and of the global scale at the start of a payload; None where there is none."""
     if part.format is None:
         return None, None
-    first = GLOBAL_BYTES if part.format.has_global else 0
+    first = part.global_bytes
     block_scales = payload[first : part.scale_bytes].view(part.scale_dtype).view(part.scale_shape)
     return block_scales, payload[:first].view(torch.float32) if first else None

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import BlockScaled, quantize_blockwise
+from nemo_fp8rl.fp8 import quantize_blockwise
+from nemo_fp8rl.refit.expert_stacks import Weight, expert_name
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Entry, Header
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
@@ -48,6 +49,13 @@ LARGE = [fp8(UP, 1024, 1024), bf16(EMBED, 300, 128), bf16(NORM, 128)]
 Change = Callable[[int, Message], Sequence[Message]]
 EACH_FORMAT = pytest.mark.parametrize("fmt", ["pow2", "fp32"])
 FROM_BF16_OR_FP8 = pytest.mark.parametrize("from_fp8", [False, True], ids=["bf16", "fp8"])
+
+
+def stack_encodes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The factors of the matrices of stacks, by the names of the matrices."""
+    stacks = {name: stack for name, stack in weights.items() if stack.dim() == 3}
+    matrices = {expert_name(name, i): matrix for name, stack in stacks.items() for i, matrix in enumerate(stack)}
+    return {name: encode_of(matrices, name) for name in matrices}
 
 
 class Stream:
@@ -93,7 +101,7 @@ class Stream:
 
         def send(i: int) -> SendReport:
             values = ((part.name, self.rank_values(weights, part)) for part in self.sources[i])
-            encodes = {name: encode_of(weights, name) for name in weights}
+            encodes = {name: encode_of(weights, name) for name in weights} | stack_encodes(weights)
             return self.senders[i].send(values, version, self.links[i], encodes=encodes, **options)
 
         with ThreadPoolExecutor() as threads:
@@ -101,8 +109,10 @@ class Stream:
             sends = [threads.submit(send, i) for i in range(len(self.sources))]
             return [_outcome(send) for send in sends], [_outcome(load) for load in loads]
 
-    def rank_values(self, weights: dict[str, Tensor], part: TensorPart) -> Tensor | BlockScaled:
+    def rank_values(self, weights: dict[str, Tensor], part: TensorPart) -> Weight:
         values = weights[part.name][tuple(slice(a, b) for a, b in part.region)]
+        if part.is_stack:
+            return list(values)
         return quantize_blockwise(values, scale_format=self.fmt) if self.from_fp8 and bool(part.format) else values
 
     def deliver(self, weights: dict[str, Tensor], version: int, **options: bool) -> list[SendReport]:

@@ -5,7 +5,7 @@ modules, and is not trusted: `weight_store` compares it with the result of vLLM'
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from nemo_fp8rl.fp8 import Format, Fp8Layers
 from nemo_fp8rl.hf.adapters import FUSED_NAMES, LORA_A, LORA_B, Adapters, adapter_tensors
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.hf.model_tensors import expected_tensors
+from nemo_fp8rl.refit.expert_stacks import stack_of, stack_parts
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
 
@@ -36,7 +37,7 @@ class Slot:
     parameter:  the name of the module's parameter
     top:        the parameter's row at which the part begins
     position:   the position among the matrices that vLLM fuses in the parameter
-    expert:     the position in a stack of experts, None without a stack
+    expert:     the position in a stack of experts, None without one; of a part of a stack, that of its first expert
     """
 
     part: TensorPart
@@ -58,11 +59,21 @@ class Slot:
         if scales is None or not format.has_global:
             return Content(data, scales) if scales is not None else None
         of_parts = getattr(self.module, format.global_name(self.parameter)).data
+        if self.part.is_stack:
+            return Content(data, scales, of_parts[self._experts, self.position])
         of_parts = of_parts if self.expert is None else of_parts[self.expert]
         return Content(data, scales, of_parts[self.position : self.position + 1])
 
+    @property
+    def _experts(self) -> slice:
+        assert self.expert is not None
+        return slice(self.expert, self.expert + self.part.size[0])
+
     def _part_of(self, name: str, size: tuple[int, ...], top: int) -> Tensor | None:
         parameter = getattr(self.module, name).data
+        if self.part.is_stack:
+            rows = parameter[self._experts, top : top + size[1]] if parameter.dim() == len(size) else parameter[:0]
+            return rows if rows.shape == size else None
         if parameter.dim() != len(size) + (self.expert is not None):
             return None
         tensor = parameter if self.expert is None else parameter[self.expert]
@@ -99,7 +110,24 @@ def slots(model: nn.Module, hf: HfConfig, dtype: torch.dtype, fp8_layers: Fp8Lay
                 found[name] = Slot(part, module, leaf, top, position, expert)
     if odd := sorted(known ^ set(shapes)):
         raise RefitError(f"the engine's model and its config.json differ in {len(odd)} tensors, such as {odd[0]}")
-    return found
+    return _stack(found, hf.num_experts)
+
+
+def _stack(found: dict[str, Slot], experts: int) -> dict[str, Slot]:
+    """Return the slots with those of experts as slots of stacks. Raises RefitError as `stack_parts`, and where vLLM
+    does not keep the experts of a rank in their order.
+    """
+    firsts: dict[str, Slot] = {}
+    for name, slot in found.items():
+        stack, number = stack_of(name) or (name, 0)
+        first = firsts.setdefault(stack, slot)
+        if slot.expert is not None and first.expert is not None:
+            start = stack_of(first.part.name)
+            assert start is not None
+            if slot.expert - first.expert != number - start[1]:
+                raise RefitError(f"{stack}: vLLM keeps expert {number} at place {slot.expert}, which is out of order")
+    parts = stack_parts((slot.part for slot in found.values()), experts)
+    return {part.name: replace(firsts[part.name], part=part) for part in parts}
 
 
 def adapter_slots(model: nn.Module, hf: HfConfig, adapters: Adapters) -> dict[str, Slot]:

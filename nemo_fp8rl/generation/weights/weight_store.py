@@ -29,6 +29,7 @@ from nemo_fp8rl.hf.adapters import NO_ADAPTERS
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest
 from nemo_fp8rl.refit.digest import bytes_of
+from nemo_fp8rl.refit.expert_stacks import expert_name
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
@@ -296,11 +297,14 @@ class _Assembly:
 
     def __init__(self, part: TensorPart, device: torch.device) -> None:
         self.part, self.missing = part, part.data_bytes
-        if part.size != part.shape:
+        region = full_region(part.shape)
+        if part.is_stack:  # without the experts of other ranks
+            region = (part.region[0], *region[1:])
+        self.whole = TensorPart(part.name, part.dtype, part.shape, region)
+        if part.size != self.whole.size:
             device = torch.device("cpu")  # which has room for the parts of other ranks
-        self.whole = TensorPart(part.name, part.dtype, part.shape, full_region(part.shape))
         payload = torch.empty(self.whole.nbytes, dtype=torch.uint8, device=device)
-        if part.size != part.shape:
+        if part.size != self.whole.size:
             payload.fill_(NAN_BYTE)
         self.content = Content.of(self.whole, payload)
 
@@ -313,12 +317,25 @@ class _Assembly:
         return self.missing == 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        name, format = self.part.name, self.part.format
-        yield name, self.content.data
-        if format is not None and self.content.scale_inv is not None:
-            yield format.scale_name(name), self.content.scale_inv
-        if format is not None and self.content.global_scale is not None:
-            yield format.global_name(name), self.content.global_scale
+        if not self.part.is_stack:
+            yield from self._matrix(self.part.name, self.content)
+            return
+        for i, expert in enumerate(range(*self.part.region[0])):
+            scales, factors = self.content.scale_inv, self.content.global_scale
+            matrix = Content(
+                self.content.data[i],
+                None if scales is None else scales[i],
+                None if factors is None else factors[i : i + 1],
+            )
+            yield from self._matrix(expert_name(self.part.name, expert), matrix)
+
+    def _matrix(self, name: str, content: Content) -> Iterator[tuple[str, Tensor]]:
+        format = self.part.format
+        yield name, content.data
+        if format is not None and content.scale_inv is not None:
+            yield format.scale_name(name), content.scale_inv
+        if format is not None and content.global_scale is not None:
+            yield format.global_name(name), content.global_scale
 
 
 def stored_kv_scales(caches: Mapping[tuple[str, str, str], Any]) -> dict[str, list[Content]]:

@@ -26,7 +26,7 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart, split_rows
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.route_plan import PIECE_BYTES
-from nemo_fp8rl.refit.sender.weight_regions import cut_weight
+from nemo_fp8rl.refit.sender.weight_regions import cut_matrix
 from nemo_fp8rl.refit.transport.handshake import Listener
 from nemo_fp8rl.refit.transport.link import TIMEOUT_KEY, LinkError, SendingEnd
 
@@ -213,7 +213,7 @@ class _Transfer:
             content = whole.cut(part, band.region)
             with report.time_stage("quantize"):
                 can_shrink = wants_delta and band.data_bytes >= MIN_DELTA_BYTES
-                delta = self._update(band, cut_weight(values, part, band.region), content, can_shrink)
+                delta = self._update(band, cut_matrix(values, part, band.region), content, can_shrink)
             self._add(band, content, delta)
 
     def send_stored(self, part: TensorPart) -> None:

@@ -51,6 +51,7 @@ from nemo_fp8rl.policy.weights.norm_noise import NormNoise
 from nemo_fp8rl.policy.weights.optimizer_state import count_adam_steps
 from nemo_fp8rl.policy.weights.rank_checkpoint import RankCheckpoint
 from nemo_fp8rl.policy.weights.rank_weights import RankWeights
+from nemo_fp8rl.refit.expert_stacks import stack_parts, stack_weights
 from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import SendReport
@@ -313,6 +314,7 @@ class MegatronWorker:
             )
             for name, part in self.weights().for_refit()
         ]
+        parts = stack_parts(parts, self.hf.num_experts)
         if self.kv_cache is not None:
             names = KvScales.tensor_names(self.hf.num_hidden_layers)
             parts += [TensorPart.of(name, torch.float32, ()) for name in names]
@@ -356,7 +358,8 @@ class MegatronWorker:
             kv_scales = self.kv_cache.scales.named_tensors()
         # parameters may be offloaded when an engine is brought up to date while other engines generate
         self.has_borrowed_parameters = "parameters" in self.offload.offloaded_bytes
-        weights, encodes = self.noise.add_to_parts(self.weights().for_refit(), version), self.global_scales.encodes()
+        noisy, encodes = self.noise.add_to_parts(self.weights().for_refit(), version), self.global_scales.encodes()
+        weights = stack_weights(noisy, self.refit.sender.stack_sizes)
         self.refit.start(chain(weights, kv_scales), version, engines, full_only=full_only, encodes=encodes, **how)
 
     def finish_push(self) -> SendReport:

@@ -14,6 +14,7 @@ from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled, NonFiniteError
 from nemo_fp8rl.fp8.block_scaled import count_nans, describe_non_finite, is_finite, scale_values
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest, on_gpu
+from nemo_fp8rl.refit.expert_stacks import Weight
 from nemo_fp8rl.refit.manifest import Route, TensorPart
 from nemo_fp8rl.refit.message import Encoding, Entry
 from nemo_fp8rl.refit.reports import LinkId, SendReport, StageTimer
@@ -71,9 +72,7 @@ class Push:
                 by_region[key].targets[i] = position
                 by_region[key].full_only |= part.name in link.full_only
 
-    def time_export(
-        self, weights: Iterable[tuple[str, Tensor | BlockScaled]]
-    ) -> Iterator[tuple[str, Tensor | BlockScaled]]:
+    def time_export(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Yield the weights; the time that the trainer takes to hand them out counts as the export stage."""
         iterator = iter(weights)
         while True:

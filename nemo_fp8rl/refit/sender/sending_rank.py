@@ -5,10 +5,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nemo_fp8rl.common.errors import single_line
-from nemo_fp8rl.fp8 import BlockScaled, ScaleFormat
+from nemo_fp8rl.fp8 import ScaleFormat
+from nemo_fp8rl.refit.expert_stacks import Weight
 from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import LinkId, SendReport
@@ -96,7 +96,7 @@ class SendingRank:
 
     def start(
         self,
-        weights: Iterable[tuple[str, Tensor | BlockScaled]],
+        weights: Iterable[tuple[str, Weight]],
         version: int,
         engines: Collection[int],
         *,
@@ -124,7 +124,7 @@ class SendingRank:
 
     def _send(
         self,
-        weights: Iterable[tuple[str, Tensor | BlockScaled]],
+        weights: Iterable[tuple[str, Weight]],
         version: int,
         link_ends: dict[LinkId, tuple[Future[SendingEnd], Route]],
         full_only: frozenset[str],

@@ -18,6 +18,7 @@ from nemo_fp8rl.fp8.block_scaled import scale_values
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.refit.deferred_checks import PendingDigest, on_gpu
 from nemo_fp8rl.refit.digest import bytes_of
+from nemo_fp8rl.refit.expert_stacks import Weight, expert_name
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.reports import LinkId, SendReport
@@ -32,11 +33,13 @@ class WeightSender:
     """Sends one rank's weights.
 
     parts:        the parts of this rank
+    stack_sizes:  matrices of each part of a stack of experts, by its name
     base_version: the version whose bytes the rank has kept for the next delta, or -1
     """
 
     def __init__(self, parts: Sequence[TensorPart], scale_format: ScaleFormat) -> None:
         self.parts = {part.name: part for part in parts}
+        self.stack_sizes = {part.name: part.size[0] for part in parts if part.is_stack}
         self.encodes: Mapping[str, Tensor] = {}
         self.scale_format = scale_format
         self.base_version = -1
@@ -46,7 +49,7 @@ class WeightSender:
     @torch.no_grad()
     def send(
         self,
-        weights: Iterable[tuple[str, Tensor | BlockScaled]],
+        weights: Iterable[tuple[str, Weight]],
         version: int,
         links: Mapping[LinkId, Link],
         *,
@@ -59,8 +62,8 @@ class WeightSender:
         """Send every link its pieces of these weights. A link that breaks is left out of the rest and reported.
 
         weights: (name, values) of this rank's parts, in an order that all ranks share (`module_order`). The values may
-                 be a stack [count, rows, K] of matrices that lie one below the other in the part. FP8 values are sent
-                 as they are.
+                 be a stack [count, rows, K] of matrices that lie one below the other in the part, or a list of the
+                 matrices of experts. FP8 values are sent as they are.
         delta:   every sink has the bytes that this rank kept: send the changes
         keep:    keep the bytes of this version for the next delta
         digests: send a digest of each piece
@@ -99,11 +102,12 @@ class WeightSender:
         push.report.base_nbytes = sum(base.nbytes for base in self.base.values())
         return push.report
 
-    def _send_full(self, push: Push, piece: Piece, values: Tensor | BlockScaled, keep: bool, digests: bool) -> None:
+    def _send_full(self, push: Push, piece: Piece, values: Weight, keep: bool, digests: bool) -> None:
         part = piece.part
         if (entry := push.reserve(piece, part.nbytes)) is None:
             return
-        payload = entry if values.device == entry.device else torch.empty_like(entry, device=values.device)
+        device = _device_of(values)
+        payload = entry if device == entry.device else torch.empty_like(entry, device=device)
         content = Content.of(part, payload)
         with push.time_quantization(part):
             self._quantize(push, part, values, content)
@@ -112,11 +116,11 @@ class WeightSender:
         with push.report.time_stage("encode"):
             digest = push.checks.take_digest(content) if digests else PendingDigest()
             if keep and part.data_bytes >= MIN_DELTA_BYTES and not part.is_frozen:
-                self._base_of(part, values.device).copy_(payload)
+                self._base_of(part, device).copy_(payload)
         push.add(piece, entry, "full", digest)
 
-    def _send_delta(self, push: Push, piece: Piece, values: Tensor | BlockScaled, digests: bool) -> None:
-        part, base = piece.part, self._base_of(piece.part, values.device)
+    def _send_delta(self, push: Push, piece: Piece, values: Weight, digests: bool) -> None:
+        part, base = piece.part, self._base_of(piece.part, _device_of(values))
         content = Content.of(part, base)
         with push.time_quantization(part):
             delta = self._update(push, part, values, content)
@@ -131,27 +135,42 @@ class WeightSender:
             entry[part.scale_bytes :] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             push.add(piece, entry, "delta", digest)
 
-    def _quantize(self, push: Push, part: TensorPart, values: Tensor | BlockScaled, content: Content) -> None:
+    def _quantize(self, push: Push, part: TensorPart, values: Weight, content: Content) -> None:
         """Write the values to the content: FP8 is copied, a part that is FP8 is quantized, others are converted."""
-        if isinstance(values, BlockScaled):
-            out = as_block_scaled(values.shape, part, content)
-            out.data.view(torch.uint8).copy_(values.data.view(torch.uint8))
-            out.scale_inv.view(torch.uint8).copy_(values.scale_inv.view(torch.uint8))
-            if content.global_scale is not None and values.global_scale is not None:
-                content.global_scale.copy_(values.global_scale)
-            push.check_codes(part, out)
-        elif content.scale_inv is not None:
-            out, deferred = as_block_scaled(tuple(values.shape), part, content), on_gpu(content.scale_inv)
-            quantize_blockwise(values, out=out, check=not deferred, **self._rule_of(part))
-            _keep_global_scale(content, out)
-            if deferred:
-                push.check_finite(part, scale_values(content.scale_inv, out.format))
-        else:
-            content.data.view(values.shape).copy_(values)
+        matrices = values if isinstance(values, list) else [values]
+        if content.scale_inv is None:
+            targets = list(content.data) if isinstance(values, list) else [content.data]
+            for target, tensor in zip(targets, matrices, strict=True):
+                assert isinstance(tensor, Tensor)
+                target.view(tensor.shape).copy_(tensor)
             push.check_finite(part, content.data)
+            return
+        places = zip(matrices, _matrices(part, content), strict=True)
+        outs = [as_block_scaled(tuple(matrix.shape), *place) for matrix, place in places]
+        if isinstance(matrices[0], BlockScaled):
+            for out, matrix in zip(outs, matrices, strict=True):
+                assert isinstance(matrix, BlockScaled)
+                out.data.view(torch.uint8).copy_(matrix.data.view(torch.uint8))
+                out.scale_inv.view(torch.uint8).copy_(matrix.scale_inv.view(torch.uint8))
+                if out.global_scale is not None and matrix.global_scale is not None:
+                    out.global_scale.copy_(matrix.global_scale)
+            push.check_codes(part, content.as_block_scaled(part))
+            return
+        deferred = on_gpu(content.scale_inv)
+        for i, (out, matrix) in enumerate(zip(outs, matrices, strict=True)):
+            assert isinstance(matrix, Tensor)
+            quantize_blockwise(matrix, out=out, check=not deferred, **self._rule_of(part, i))
+        if not isinstance(values, list):
+            _keep_global_scale(content, outs[0])
+        if deferred:
+            push.check_finite(part, scale_values(content.scale_inv, outs[0].format))
 
-    def _update(self, push: Push, part: TensorPart, values: Tensor | BlockScaled, content: Content) -> Delta | None:
+    def _update(self, push: Push, part: TensorPart, values: Weight, content: Content) -> Delta | None:
         """Quantize over the content that was sent last, and return the changes; None if they are too many."""
+        if isinstance(values, list):
+            old = bytes_of(content.data).clone()
+            self._quantize(push, part, values, content)
+            return Delta.between(old, bytes_of(content.data))
         if content.scale_inv is not None and not isinstance(values, BlockScaled):
             out = as_block_scaled(tuple(values.shape), part, content)
             delta = quantize_delta(values, out.data, out=out, **self._rule_of(part))[1]
@@ -162,9 +181,10 @@ class WeightSender:
         self._quantize(push, part, values, content)
         return delta
 
-    def _rule_of(self, part: TensorPart) -> dict[str, Any]:
-        """Return the arguments by which the quantizer treats a part."""
-        return {"format": part.format, "scale_format": self.scale_format, "encode": self.encodes.get(part.name)}
+    def _rule_of(self, part: TensorPart, matrix: int = 0) -> dict[str, Any]:
+        """Return the arguments by which the quantizer treats a part, or a matrix of a part of a stack."""
+        name = expert_name(part.name, part.region[0][0] + matrix) if part.is_stack else part.name
+        return {"format": part.format, "scale_format": self.scale_format, "encode": self.encodes.get(name)}
 
     def _base_of(self, part: TensorPart, device: torch.device) -> Tensor:
         """Return the memory, uint8 [part.nbytes] on the weights' device, for the bytes that are sent of a piece."""
@@ -172,6 +192,22 @@ class WeightSender:
         if key not in self.base:
             self.base[key] = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
         return self.base[key]
+
+
+def _device_of(values: Weight) -> torch.device:
+    return (values[0] if isinstance(values, list) else values).device
+
+
+def _matrices(part: TensorPart, content: Content) -> list[tuple[TensorPart, Content]]:
+    """Return (part, content) of each matrix of a part of a stack; of any other part, of itself."""
+    if not part.is_stack:
+        return [(part, content)]
+    scales, factors = content.scale_inv, content.global_scale
+    assert scales is not None
+    return [
+        (part.matrix, Content(data, scales[i], None if factors is None else factors[i : i + 1]))
+        for i, data in enumerate(content.data)
+    ]
 
 
 def _keep_global_scale(content: Content, quantized: BlockScaled) -> None:
