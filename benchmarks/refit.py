@@ -57,6 +57,7 @@ from nemo_fp8rl.refit.manifest import Sources, TensorPart, to_json
 from nemo_fp8rl.refit.reports import RefitReport
 from nemo_fp8rl.refit.route_plan import plan
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
+from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
 SLOW_LINKS = {} if ON_GPU else {"1 GB/s": 1e9, "100 MB/s": 1e8}
@@ -107,13 +108,12 @@ class Bench:
             generation_logprobs=torch.zeros(1, 8),
         )
 
-    def _bf16_source(self) -> SendingRank:
+    def _bf16_source(self) -> SendingRank[WeightSender]:
         """Of the classic way: the same links, on which nothing is quantized."""
         (parts,) = self.policy.sources().holdings
         plain = [TensorPart.of(part.name, torch.bfloat16, part.shape) for part in parts]
         source = SendingRank(
-            plain,
-            "pow2",
+            WeightSender(plain, "pow2"),
             transport="cuda_ipc" if ON_GPU else "shared_memory",
             host="127.0.0.1",
             token=self.generation.token,

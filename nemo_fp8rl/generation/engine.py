@@ -27,6 +27,7 @@ from nemo_fp8rl.generation.engine_arguments import GRAPHS_KEEP_SCALES, engine_ar
 from nemo_fp8rl.generation.engine_checks import check_engine, check_machine
 from nemo_fp8rl.generation.interface import EngineDescription, Sampling
 from nemo_fp8rl.generation.vllm_sockets import make_folder, remove_folder
+from nemo_fp8rl.generation.weights.peer_engine import PeerEngine, raise_first
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -38,13 +39,13 @@ from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.workers import WorkerDied
 from nemo_fp8rl.workers.library_environment import set_for_engine, stay_offline
-from nemo_fp8rl.workers.network import check_interfaces
+from nemo_fp8rl.workers.network import check_interfaces, node_address
 
 PROCESS_ERRORS = (RuntimeError, Exception)
 """vLLM raises exactly these types, no subclass, when a process that it started ended with any error."""
 
 
-class VllmEngine:
+class VllmEngine(PeerEngine):
     """One vLLM engine. Construct it without arguments, then call `setup`.
 
     It starts with dummy weights and refuses to generate before its first refit.
@@ -77,6 +78,7 @@ class VllmEngine:
         checkpoint_folder(cfg.policy.model_name, weights=load_format != "dummy")
         checkpoint_folder(cfg.policy.tokenizer.name, "policy.tokenizer.name")
         check_interfaces()
+        self.host = node_address(cfg.cluster)
         set_for_engine(torch.cuda.is_available())
         stay_offline()
         make_folder()
@@ -219,7 +221,7 @@ class VllmEngine:
     def stored_parts(self) -> list[Sequence[TensorPart]]:
         """Return the parts of the model's tensors that each rank stores. Raises RefitError."""
         answers = self.core.rpc("nemo_fp8rl_stored_parts")
-        _raise_first(refusal for _, refusal in answers)
+        raise_first(refusal for _, refusal in answers)
         return [from_json(parts) for parts, _ in answers]
 
     def domains(self) -> list[str]:
@@ -235,7 +237,7 @@ class VllmEngine:
             [(address, to_json(route)) for address, route in zip(*of_source, strict=True)]
             for of_source in zip(addresses, links.routes, strict=True)
         ]
-        _raise_first(self.core.rpc("nemo_fp8rl_connect", of_sources, token, timeout))
+        raise_first(self.core.rpc("nemo_fp8rl_connect", of_sources, token, timeout))
 
     def disconnect(self) -> None:
         self.core.rpc("nemo_fp8rl_disconnect")
@@ -287,8 +289,9 @@ class VllmEngine:
             return RefitError(f"refit {version}: the engine kept its prefix cache, which holds the old weights' keys")
         self.loaded_version = version
         direct, repacked, seconds, verify_seconds, _ = zip(*answers, strict=True)
-        direct_names = frozenset().union(*direct).difference(*repacked)  # an expert is stored by one rank of several
-        return LoadReport(version, direct_names, max(seconds), max(verify_seconds))
+        repacked_names = frozenset[str]().union(*repacked)  # an expert is stored by one rank of several
+        direct_names = frozenset[str]().union(*direct) - repacked_names
+        return LoadReport(version, direct_names, max(seconds), max(verify_seconds), repacked_names)
 
     def commit(self, version: int) -> None:
         """Generate from the loaded version from now on."""
@@ -385,8 +388,3 @@ class VllmEngine:
                 "does not see: set policy.generation.vllm_cfg.skip_tokenizer_init=false"
             )
         return sampling_params(sampling, min(sampling.max_new_tokens, self.max_model_len - prompt_length), seed)
-
-
-def _raise_first(refusals: Iterable[str]) -> None:
-    if refusal := next(filter(None, refusals), ""):
-        raise RefitError(refusal)

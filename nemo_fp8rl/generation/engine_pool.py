@@ -18,11 +18,11 @@ from nemo_fp8rl.generation import engine_client
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.engine_client import CALLS_AT_ONCE, EngineClient, RemoteEnginePool
 from nemo_fp8rl.generation.interface import SECONDS_A_TOKEN, EngineDescription
-from nemo_fp8rl.refit.interface import Addresses, Recover
+from nemo_fp8rl.refit.interface import Addresses, Recover, Transport
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
-from nemo_fp8rl.refit.reports import LoadReport
+from nemo_fp8rl.refit.reports import LoadReport, SendReport
 from nemo_fp8rl.refit.route_plan import Links
-from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE
+from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE, SENDER_SHARE
 from nemo_fp8rl.workers import WorkerDied, Workers, shutdown_on_error, start_workers
 
 NOT_FENCED = -1
@@ -163,6 +163,23 @@ class EnginePool(EngineClient):
     def is_death(self, outcome: Exception) -> bool:
         return isinstance(outcome, WorkerDied)
 
+    def offer(self, source: int, engine: int, links: Links, transport: Transport) -> Addresses:
+        how = engine, links, transport, self.token, SENDER_SHARE * self.timeout
+        addresses: Addresses = self._call_engine(source, "offer", *how, patience=self.patience)
+        return addresses
+
+    def withdraw(self, source: int, engine: int) -> None:
+        with suppress(WorkerDied):
+            self._call_engine(source, "withdraw", engine, patience=self.patience)
+
+    def start_push(self, source: int, version: int, engines: Collection[int], delta: bool, with_frozen: bool) -> None:
+        how = version, list(engines), delta, with_frozen
+        self._call_engine(source, "start_push", *how, patience=self.patience)
+
+    def finish_push(self, source: int) -> list[SendReport]:
+        reports: list[SendReport] = self._call_engine(source, "finish_push", patience=self.patience)
+        return reports
+
     def replace(self, engine: int, death: Exception, life: int | None = None) -> bool:
         """Start an engine again. Return False, and do nothing, where another thread has done so since that life.
 
@@ -269,9 +286,12 @@ class EnginePool(EngineClient):
             self._report_death(engine, death, lives[engine])
         return [engine for engine in deaths if engine not in self.missing]
 
-    def _call_engine(self, engine: int, method: str, *arguments: Any) -> Any:
-        """Return what one engine answers; raise what it raised, WorkerDied when it is gone."""
-        outcome = self.engines.outcomes(method, {engine: arguments}, self.timeout)[engine]
+    def _call_engine(self, engine: int, method: str, *arguments: Any, patience: float | None = None) -> Any:
+        """Return what one engine answers; raise what it raised, WorkerDied when it is gone.
+
+        patience:  seconds to wait for an engine that may have to finish its answers first
+        """
+        outcome = self.engines.outcomes(method, {engine: arguments}, patience or self.timeout)[engine]
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -16,8 +16,10 @@ What fails, and what then happens:
     a weight is not finite                        RefitError that names it; engines stay fenced, not committed
     the trainer wants to take a step              the step waits until the weights are sent
     the trainer dies or does not answer           its links break, engines stay fenced
-    an engine is found dead between two refits    `recover`: it is started again and gets the committed version, or
-                                                  stays fenced until the next refit where the weights have moved on
+    an engine is found dead between two refits    `recover`: it is started again and gets the committed version: from
+                                                  the trainer, or where its weights have moved on, from an engine that
+                                                  can give it (`peers`), else it stays fenced until the next refit
+    a leader (`peers`) dies or a link to it breaks     its followers get the whole version from the trainer
 
 The engine pool only reports a dead engine (`WeightSink.report_deaths_to`); this bridge alone recovers it.
 
@@ -38,19 +40,17 @@ RemoteEnginePool.first_version is taken alone.
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
 
 from nemo_fp8rl.refit.full_or_delta import Mode, ModeChoice
 from nemo_fp8rl.refit.interface import Transport, WeightSink, WeightSource
 from nemo_fp8rl.refit.manifest import RefitError, cross_domain_share
+from nemo_fp8rl.refit.peers import Peers, Verify
 from nemo_fp8rl.refit.reports import LoadReport, RefitReport, SendReport
 from nemo_fp8rl.refit.route_plan import Links, bucket_memory, plan
 
 logger = logging.getLogger(__name__)
-
-Verify = Literal["off", "digest", "full"]
 
 
 class RefitBridge:
@@ -64,6 +64,8 @@ class RefitBridge:
 
     version:        the last version that every engine committed; first_version - 1 before the first commit
     direct_names:   by linked engine, names of the tensors that it writes in place, and so can take deltas of
+    peers:          the engines as sources for other engines
+    stale:          engines that were started again, whose links the trainer has still to close
     engines_with_frozen: engines that have the tensors that never change, as long as they have a version at all
     wire_shares:    by engine, the share of its bytes that leaves the machine on which they were
     """
@@ -88,6 +90,8 @@ class RefitBridge:
         self.domains: dict[int, list[str]] = {}
         self.wire_shares: dict[int, float] = {}
         self.links: dict[int, Links] = {}
+        self.peers = Peers(sink, transport, bucket_bytes)
+        self.stale = set[int]()
         self._refitting = threading.Lock()
         self._recovering = threading.Lock()
         sink.report_deaths_to(self.recover)
@@ -113,8 +117,7 @@ class RefitBridge:
             fence_seconds = time.perf_counter() - start  # other threads' answers, for which the fence waits
             # no link has to be made, and no engine uses vLLM's loaders for all tensors
             is_routine = all(self.direct_names.get(engine) for engine in engines)
-            for engine in engines:
-                self._connect(engine)
+            self._link(engines)
             delta = self.choice.wants_delta and stored_versions == {self.source.base_version()} != {-1}
             has_frozen = self.engines_with_frozen.issuperset(engines) and -1 not in stored_versions
             how = {"delta": delta, "keep": self.choice.wants_base, "with_frozen": not has_frozen}
@@ -131,7 +134,10 @@ class RefitBridge:
                 delta=delta,
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
-                bucket_nbytes=bucket_memory([links.capacities for links in self.links.values()]),
+                bucket_nbytes=max(
+                    bucket_memory([links.capacities for links in self.links.values()]),
+                    self.peers.bucket_memory(self.links),
+                ),
                 between_machines=sum(self.wire_shares.values()) / len(engines),
                 retries=retries,
                 seconds=seconds,
@@ -152,6 +158,7 @@ class RefitBridge:
         try:
             self.source.make_room()
             if self.sink.replace(engine, death, life):
+                self._forget(engine)
                 try:
                     self._catch_up(engine)
                 finally:
@@ -161,18 +168,42 @@ class RefitBridge:
             self._recovering.release()
 
     def _catch_up(self, engine: int) -> None:
-        self._disconnect(engine)
-        with self.source.hold_weights():
-            if self.version >= 0 and self.source.updates() == self.sent_updates:
-                self._connect(engine)
-                self._push_and_verify(self.version, [engine])
-                self._commit(self.version, [engine])
+        if self.source.updates() == self.sent_updates:  # else a step may be under way, which this would wait for
+            with self.source.hold_weights():
+                if self.source.updates() == self.sent_updates:
+                    self._disconnect(engine)
+                    self._connect(engine)
+                    self._push_and_verify(self.version, [engine])
+                    self._commit(self.version, [engine])
+                    return
+        self.stale.add(engine)
+        if self.sent_updates >= 0:  # since then every engine has generated from the version
+            self._all_domains(engine)
+            self.peers.catch_up(engine, self.version, self.domains, verify=self.verify, replace=self._replace)
 
-    def _connect(self, engine: int) -> None:
-        """Link an engine. An engine that is found dead is started again."""
+    def _link(self, engines: Collection[int]) -> None:
+        """Link every engine to the trainer, or to the leader of its machine."""
+        changed, leaders = self.peers.assign_leaders(engines, self.domains, self.source.sources().domains)
+        unlinked = self.stale | changed
+        for engine in unlinked:
+            self._disconnect(engine)
+        self.engines_with_frozen |= unlinked & self.peers.reports.keys()
+        self.stale.clear()
+        for engine in sorted(engines, key=leaders.__contains__):
+            self._connect(engine, leaders.get(engine))
+
+    def _connect(self, engine: int, leader: int | None = None) -> None:
+        """Link an engine to its leader, or to the trainer. An engine that is found dead is started again."""
         while engine not in self.direct_names:
             sources = self.source.sources()
             try:
+                if leader is not None:
+                    with self._deaths_as_engine_died():
+                        is_linked = self.peers.connect(leader, engine)
+                    leader = None
+                    if is_linked:
+                        self.direct_names[engine], self.wire_shares[engine] = self.peers.direct_names(engine), 0.0
+                    continue
                 with self._deaths_as_engine_died():
                     stored = self.sink.stored_parts(engine)
                 domains = self._all_domains(engine)
@@ -182,7 +213,7 @@ class RefitBridge:
                 self.wire_shares[engine] = cross_domain_share(links.routes, sources.domains, domains[engine])
                 self.links[engine] = links
                 addresses = self.source.offer(engine, links)
-                self.direct_names[engine] = frozenset()
+                self.direct_names[engine] = self.peers.direct_names(engine)
                 with self._deaths_as_engine_died():
                     self.sink.connect(engine, links, addresses)
             except _EngineDied as died:
@@ -195,13 +226,23 @@ class RefitBridge:
     def _replace(self, engine: int, death: Exception) -> None:
         self.source.make_room()
         self.sink.replace(engine, death)
+        self._forget(engine)
+
+    def _forget(self, engine: int) -> None:
+        """Forget what an engine had that was started again, and close the links of its followers."""
+        for follower in self.peers.forget(engine):
+            self._disconnect(follower)
 
     def _all_domains(self, engine: int) -> list[list[str]]:
-        """Return the domains of all engines. An engine that may be busy is asked only until it has answered once."""
+        """Return the domains of all engines that the trainer sends to.
+
+        An engine that may be busy is asked only until it has answered once.
+        """
         engines = range(self.sink.engine_count())
         self.domains.pop(engine, None)
         self.domains |= self.sink.domains([other for other in engines if other not in self.domains])
-        return [self.domains.get(other, []) for other in engines]
+        left_out = self.peers.leaders.keys() - {engine}
+        return [self.domains.get(other, []) if other not in left_out else [] for other in engines]
 
     @contextmanager
     def _deaths_as_engine_died(self) -> Iterator[None]:
@@ -215,7 +256,9 @@ class RefitBridge:
         self.engines_with_frozen.discard(engine)
         if self.direct_names.pop(engine, None) is not None:
             try:
-                self.source.withdraw(engine)
+                self.peers.withdraw(engine)
+                if self.links.pop(engine, None) is not None:
+                    self.source.withdraw(engine)
             finally:
                 if is_alive:
                     self.sink.disconnect(engine)
@@ -243,11 +286,47 @@ class RefitBridge:
     ) -> tuple[list[SendReport], dict[str, float], list[int]]:
         """Send and load, a second time where that failed.
 
-        Return the reports of the trainer's ranks, seconds by stage, and the engines that had to be retried.
+        Return the reports of the ranks that sent, seconds by stage, and the engines that had to be retried.
         """
-        reports, outcomes = self._attempt(version, engines, **how)
+        full_only = self._names_without_delta(engines) if how.get("delta") else frozenset[str]()
+        followers = [engine for engine in engines if engine in self.peers.links]
+        reports, outcomes = self._attempt(version, [i for i in engines if i not in followers], full_only, **how)
+        stages = {stage: max(report.seconds[stage] for report in reports) for stage in reports[0].seconds}
+        retried = self._retry(version, outcomes, [])
+        loaded = self._record(outcomes)
+        if followers:
+            start = time.perf_counter()
+            for engine in followers:  # again, where a leader was started again
+                self._connect(engine, self.peers.leaders[engine])
+            passed, outcomes = self.peers.pass_on(version, followers, digests=self.verify != "off", **how)
+            stages["pass_on"] = time.perf_counter() - start
+            retried += self._retry(version, outcomes, retried)
+            loaded |= self._record(outcomes)
+            reports = [*reports, *passed]
+        behind = [engine for engine in engines if engine not in loaded or loaded[engine].version != version]
+        if behind or not loaded:
+            raise RefitError(f"refit {version}: engines {behind} did not load it")
+        stages["load"] = max(report.seconds for report in loaded.values())
+        stages["verify"] = max(report.verify_seconds for report in loaded.values())
+        return reports, stages, retried
+
+    def _record(self, outcomes: dict[int, LoadReport | Exception]) -> dict[int, LoadReport]:
+        loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, LoadReport)}
+        self.direct_names |= {i: report.direct_names for i, report in loaded.items() if i in self.direct_names}
+        self.engines_with_frozen |= loaded.keys()
+        self.peers.record(loaded, self.links)
+        return loaded
+
+    def _retry(self, version: int, outcomes: dict[int, LoadReport | Exception], earlier: Collection[int]) -> list[int]:
+        """Have the trainer send the whole version to engines that failed; return them, and change their outcomes.
+
+        earlier: engines that have failed before in this push
+        """
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
         for engine, failure in failed.items():
+            if engine in earlier:
+                raise RefitError(f"refit {version}: engine {engine} failed twice: {failure}")
+            self._disconnect(engine, is_alive=not self.sink.is_death(failure))
             if self.sink.is_death(failure):
                 self._replace(engine, failure)
         if failed:
@@ -257,34 +336,29 @@ class RefitBridge:
             for engine, outcome in second_outcomes.items():
                 if isinstance(outcome, Exception):
                     raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
-            outcomes = {**outcomes, **second_outcomes}
-        loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, LoadReport)}
-        self.direct_names |= {engine: report.direct_names for engine, report in loaded.items()}
-        self.engines_with_frozen |= loaded.keys()
-        behind = [engine for engine in engines if engine not in loaded or loaded[engine].version != version]
-        if behind or not loaded:
-            raise RefitError(f"refit {version}: engines {behind} did not load it")
-        stages = {stage: max(report.seconds[stage] for report in reports) for stage in reports[0].seconds}
-        stages["load"] = max(report.seconds for report in loaded.values())
-        stages["verify"] = max(report.verify_seconds for report in loaded.values())
-        return reports, stages, list(failed)
+            outcomes |= second_outcomes
+        return list(failed)
 
     def _attempt(
         self,
         version: int,
         engines: Collection[int],
+        full_only: frozenset[str] = frozenset(),
         *,
         delta: bool = False,
         keep: bool = False,
         compare: bool = False,
         with_frozen: bool = True,
-    ) -> tuple[list[SendReport], Mapping[int, LoadReport | Exception]]:
-        full_only = self._names_without_delta(engines) if delta else frozenset()
+    ) -> tuple[list[SendReport], dict[int, LoadReport | Exception]]:
+        """Have the trainer send a version to these engines.
+
+        full_only: names of the tensors of which some engine takes no delta
+        """
         digests, finishing = self.verify != "off", False
         try:
             options = {"delta": delta, "keep": keep, "digests": digests, "with_frozen": with_frozen}
             self.source.start_push(version, engines, full_only, **options)
-            outcomes = self.sink.load(version, engines, digests, compare, with_frozen)
+            outcomes = dict(self.sink.load(version, engines, digests, compare, with_frozen))
             for engine, outcome in outcomes.items():
                 if isinstance(outcome, Exception):  # or the trainer would wait for an engine that hangs
                     self._disconnect(engine, is_alive=not self.sink.is_death(outcome))
@@ -337,7 +411,7 @@ class RefitBridge:
 
     def _names_without_delta(self, engines: Collection[int]) -> frozenset[str]:
         """Return the names of the tensors of which some engine takes no delta."""
-        deltas = frozenset.intersection(*(self.direct_names[engine] for engine in engines))
+        deltas = frozenset.intersection(*(self.direct_names.get(engine, frozenset()) for engine in engines))
         return self.source.sources().names - deltas
 
     @contextmanager

@@ -102,6 +102,22 @@ class WeightSink(Protocol):
         """
         ...
 
+    def offer(self, source: int, engine: int, links: Links, transport: Transport) -> Addresses:
+        """Have an engine get ready for links to another engine, which `connect` takes; return their addresses."""
+        ...
+
+    def withdraw(self, source: int, engine: int) -> None: ...
+
+    def start_push(self, source: int, version: int, engines: Collection[int], delta: bool, with_frozen: bool) -> None:
+        """Have an engine send the version in its memory to other engines, with the trainer's digests.
+
+        delta:   the engines have the version before; they may get the deltas that came from the trainer
+        Raises:  RefitError where it has another version, or keeps a tensor in a form that it cannot pass on
+        """
+        ...
+
+    def finish_push(self, source: int) -> list[SendReport]: ...
+
     def replace(self, engine: int, death: Exception, life: int | None = None) -> bool:
         """Start a dead engine again, without weights. Return False where another thread has done so since that life.
 

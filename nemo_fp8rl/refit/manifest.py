@@ -214,7 +214,7 @@ class Sources:
         sinks:       the parts that each rank of this engine stores
         piece_bytes: upper bound of a piece; only a piece of one band of rows may be larger
         engine:      the number of this engine
-        domains:     the domain of each rank of each engine
+        domains:     the domain of each rank of each engine; none of an engine that takes nothing from these sources
         Raises:      RefitError unless the sources have all that the sinks store, with the same shapes and dtypes and,
                      where they are quantized, in whole blocks, and nothing that no sink stores
         """
@@ -260,7 +260,8 @@ class _SourceChoice:
     """Chooses which of the ranks with the same part sends it to an engine. domains: as in `Sources.routes`."""
 
     def __init__(self, sources: Sequence[str], engine: int, domains: Sequence[Sequence[str]]) -> None:
-        self._sources, self._engine, self._engines = sources, engine, range(len(domains))
+        self._sources, self._engine = sources, engine
+        self._engines = [i for i, of_ranks in enumerate(domains) if of_ranks]
         self._peers = {domain: [i for i in self._engines if domain in domains[i]] for domain in domains[engine]}
         self._load_bytes = [0] * len(sources)
         self._choices: dict[tuple[TensorPart, tuple[int, ...]], int] = {}

@@ -69,6 +69,7 @@ class LoadReport:
     """An engine has the version in its memory.
 
     direct_names:    names of the tensors that can be written in place, and so can take deltas
+    repacked_names:  names of the tensors that some rank keeps in another form, and cannot pass on
     seconds:         time of the load
     verify_seconds:  the part of `seconds` that digests took
     """
@@ -77,6 +78,7 @@ class LoadReport:
     direct_names: frozenset[str]
     seconds: float
     verify_seconds: float
+    repacked_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

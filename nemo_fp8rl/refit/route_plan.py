@@ -50,7 +50,9 @@ def plan(
     shares = _link_shares(routes, sources.engines_per_source(domains or [[""] * len(stored)]), bucket_bytes)
     if (smallest := min((share for row in shares for share in row if share), default=piece_bytes)) < piece_bytes:
         routes = sources.routes(stored, smallest, engine=engine, domains=domains)
-    capacities = [[_capacity(*link) for link in zip(*rows, strict=True)] for rows in zip(routes, shares, strict=True)]
+    capacities = [
+        [link_capacity(*link) for link in zip(*rows, strict=True)] for rows in zip(routes, shares, strict=True)
+    ]
     return Links(routes, capacities)
 
 
@@ -66,7 +68,8 @@ def _link_shares(
     ]
 
 
-def _capacity(route: Route, share: int) -> int:
+def link_capacity(route: Route, share: int) -> int:
+    """Return the bytes of each of a link's two buckets; share: their bound, where no piece is larger."""
     sizes = [align_up(piece.nbytes) for piece in route]
     target = min(share, sum(sizes) // BUCKETS)
     return max(*sizes, target - target % ALIGNMENT) if sizes else 0

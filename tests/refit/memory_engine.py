@@ -23,6 +23,7 @@ from torch import Tensor
 from nemo_fp8rl.common.region import full_region
 from nemo_fp8rl.fp8 import FP8, ScaleFormat, encode_scale, quantize_blockwise
 from nemo_fp8rl.fp8.delta import DeltaError
+from nemo_fp8rl.generation.weights.peer_source import PeerSource
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.interface import Addresses, Recover, Transport
@@ -32,6 +33,7 @@ from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece
 from nemo_fp8rl.refit.reports import LoadReport, SendReport
 from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
+from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 from nemo_fp8rl.refit.transport.handshake import connect
 from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
@@ -158,13 +160,22 @@ class MemoryRank:
         self.held = {part.name: empty(part, device) for part in parts}
         self.repacked, self.direct_names, self.version = repacked, frozenset[str](), -1
         self.links: list[IncomingLink] = []
+        self.for_peers = PeerSource(device)
+
+    def contents(self) -> list[tuple[TensorPart, Content]]:
+        """`WeightStore.contents`."""
+        if names := sorted(self.parts.keys() - self.direct_names):
+            raise RefitError(f"vLLM keeps {names[0]} in a form of its own, which cannot be passed on")
+        return [(part, self.held[name]) for name, part in self.parts.items()]
 
     def load(self, version: int, verify: bool, with_frozen: bool, each: Callable[[], None]) -> None:
         """`WeightStore.load`; `each` is called when a piece is written, before it is verified."""
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
         checks = DeferredChecks()
+        self.for_peers.begin_load(with_frozen)
         for item in receive_pieces(self.links, version, checks=checks, with_frozen=with_frozen):
+            self.for_peers.record(item)
             self._write(item, version)
             each()
             if verify:
@@ -214,6 +225,8 @@ class MemoryEngine:
         """As of a process that ends: no answer, no memory, no links."""
         self.died = True
         self.disconnect()
+        for rank in self.ranks:
+            rank.for_peers.end()
 
     def disconnect(self) -> None:
         for rank in self.ranks:
@@ -242,9 +255,8 @@ class MemoryEngine:
             load.result()
         self.loaded_version = version
         direct = frozenset().union(*(rank.direct_names for rank in self.ranks))
-        return LoadReport(
-            version, direct.difference(*(rank.parts.keys() - rank.direct_names for rank in self.ranks)), 0.001, 0.0
-        )
+        repacked = frozenset().union(*(rank.parts.keys() - rank.direct_names for rank in self.ranks))
+        return LoadReport(version, direct - repacked, 0.001, 0.0, repacked)
 
     def commit(self, version: int) -> None:
         self.check()
@@ -272,7 +284,8 @@ class MemoryEngine:
 
 
 Hook = Callable[[str, int, MemoryEngine], None]
-"""hook(when, engine's number, engine), when: stored, connect, load, piece, loaded, compare, commit."""
+"""hook(when, engine's number, engine), when: stored, connect, load, piece, loaded, compare, commit, offer, give, given.
+"""
 
 
 class MemoryEngines:
@@ -293,6 +306,7 @@ class MemoryEngines:
         self.lives, self.missing = [0] * count, set[int]()
         self.replacements: list[tuple[int, int | None]] = []  # (engine, life) of every call of `replace`
         self.loads: list[tuple[int, int, bool]] = []  # (engine, version, compare) of every load
+        self.gifts: list[tuple[int, int, list[int], bool]] = []  # (source, version, engines, delta) of every pass
         self.hook: Hook = lambda when, number, engine: None
         self.wrap: Callable[[int, int, ReceivingEnd], ReceivingEnd] = lambda engine, rank, end: end
         self.timeout, self.limit = 20.0, 60.0
@@ -338,6 +352,28 @@ class MemoryEngines:
         in_time, _ = wait(loads.values(), self.limit)
         threads.shutdown(wait=False)
         return {engine: load.result() if load in in_time else self._hung(engine) for engine, load in loads.items()}
+
+    def offer(self, source: int, engine: int, links: Links, transport: Transport) -> Addresses:
+        self._alive("offer", source)
+        how = transport, HOST, TOKEN, self.timeout
+        ranks = zip(self.engines[source].ranks, *links, strict=True)
+        return [rank.for_peers.offer(engine, *of_rank, *how) for rank, *of_rank in ranks]
+
+    def withdraw(self, source: int, engine: int) -> None:
+        for rank in self.engines[source].ranks:
+            rank.for_peers.withdraw(engine)
+
+    def start_push(self, source: int, version: int, engines: Collection[int], delta: bool, with_frozen: bool) -> None:
+        self._alive("give", source)
+        self.gifts.append((source, version, sorted(engines), delta))
+        if self.engines[source].loaded_version != version:
+            raise RefitError(f"this engine has version {self.engines[source].loaded_version}")
+        for rank in self.engines[source].ranks:
+            rank.for_peers.start_push(rank.contents(), version, engines, delta, with_frozen)
+
+    def finish_push(self, source: int) -> list[SendReport]:
+        self._alive("given", source)
+        return [rank.for_peers.finish_push() for rank in self.engines[source].ranks]
 
     def _hung(self, engine: int) -> Exception:
         self.engines[engine].kill()
@@ -421,8 +457,7 @@ class MemoryTrainer:
         self.layout, self.steps = layout, 0
         self.ranks = [
             SendingRank(
-                parts,
-                scale_format,
+                WeightSender(parts, scale_format),
                 transport=transport,
                 host=HOST,
                 token=TOKEN,
@@ -464,7 +499,7 @@ class MemoryTrainer:
         return self.steps
 
     def base_version(self) -> int:
-        versions = {rank.base_version for rank in self.ranks}
+        versions = {rank.sender.base_version for rank in self.ranks}
         return versions.pop() if len(versions) == 1 else -1
 
     def make_room(self) -> None:

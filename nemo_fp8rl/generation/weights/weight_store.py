@@ -24,6 +24,7 @@ from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.fp8_method.fp8_caches import fp8_caches
 from nemo_fp8rl.generation.fp8_method.stored_weights import MoEMethod, PlainLinearMethod, QuantizedLinearMethod
+from nemo_fp8rl.generation.weights.peer_source import PeerSource
 from nemo_fp8rl.generation.weights.placement import Slot, adapter_slots, slots
 from nemo_fp8rl.hf.adapters import NO_ADAPTERS
 from nemo_fp8rl.hf.model_config import read_hf_config
@@ -50,6 +51,7 @@ class WeightStore:
     version:         the last version that was loaded, -1 before the first
     direct_names:    names of the tensors that are written in place; found by the first load
     verify_seconds:  seconds that the last load spent on digests
+    for_peers:       this rank as a source for other engines
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -66,6 +68,7 @@ class WeightStore:
         self.direct_names: frozenset[str] = frozenset(self.adapter_slots)
         self.version = -1
         self.verify_seconds = 0.0
+        self.for_peers = PeerSource(model_runner.device)
 
     @property
     def parts(self) -> list[TensorPart]:
@@ -88,6 +91,7 @@ class WeightStore:
         if not with_frozen and self.version < 0:
             raise RefitError(f"refit {version} brings only what changes, and this engine has no version yet")
         self.verify_seconds = 0.0
+        self.for_peers.begin_load(with_frozen)
         loading = VersionLoad(self, links, version, verify, with_frozen)
         if not self.direct_names.issuperset(loading.due_names):
             vllm_compat.forget_packed_experts(self.model)
@@ -114,6 +118,19 @@ class WeightStore:
                 assert item.content is not None
                 if not all(item.content.equals(content) for content in stored):
                     raise RefitError(f"refit {version}: {name} in the engine is not what the trainer holds")
+
+    def contents(self) -> list[tuple[TensorPart, Content]]:
+        """Return all parts with views of them in memory. Raises RefitError, with the name, where vLLM repacks one."""
+        found: list[tuple[TensorPart, Content]] = []
+        kv_scales = stored_kv_scales(fp8_caches(self.model))
+        for part in self.parts:
+            if part.name in kv_scales:
+                found.append((part, kv_scales[part.name][-1]))
+            elif part.name in self.direct_names:
+                found.append((part, self._stored(part)))
+            else:
+                raise RefitError(f"vLLM keeps {part.name} in a form of its own, which cannot be passed on")
+        return found
 
     def drop_dequantized(self) -> int:
         """Free the dequantized weights of emulated FP8 layers until their next multiplication, and return the bytes."""
@@ -214,6 +231,7 @@ class VersionLoad:
             modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
             for item in receive_pieces(self.links, self.version, modules, self.checks, self.with_frozen):
                 name = item.part.name
+                self.store.for_peers.record(item)
                 if name in self.targets:
                     self._write(item)
                 elif name not in self.store.slots:

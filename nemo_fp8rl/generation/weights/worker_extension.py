@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Literal
 
@@ -115,6 +116,43 @@ class RefitWorkerExtension:
             link.end.close()
         self.refit_links = ()
 
+    def nemo_fp8rl_offer(
+        self, engine: int, routes: Sequence[Sequence[str]], capacities: Sequence[Sequence[int]], *how: Any
+    ) -> tuple[list[Any], str]:
+        """Get ready for this rank's links to another engine; return (addresses, "" or the reason why that failed).
+
+        routes, capacities: [source][sink], the routes in JSON
+        how:    transport, host, token and timeout of the links
+        """
+
+        def offer() -> list[Any]:
+            of_this_rank = [from_json(route) for route in routes[self.rank]]
+            return self.weight_store.for_peers.offer(engine, of_this_rank, capacities[self.rank], *how)
+
+        return _call_or_refuse(offer, [])
+
+    def nemo_fp8rl_withdraw(self, engine: int) -> None:
+        self.weight_store.for_peers.withdraw(engine)
+
+    def nemo_fp8rl_start_push(self, version: int, engines: Sequence[int], delta: bool, with_frozen: bool) -> str:
+        """Begin to send the weights in memory to other engines; return "", or the reason why that cannot be."""
+        store = self.weight_store
+
+        def start() -> None:
+            store.for_peers.start_push(store.contents(), version, engines, delta, with_frozen)
+
+        return _call_or_refuse(start, None)[1]
+
+    def nemo_fp8rl_finish_push(self) -> tuple[dict[str, Any], list[tuple[int, int, str]], str]:
+        """Return (the report's fields, broken links as (engine, rank, reason), "" or the reason of a failure)."""
+
+        def finish() -> tuple[dict[str, Any], list[tuple[int, int, str]]]:
+            fields = asdict(self.weight_store.for_peers.finish_push())
+            return fields, [(*link, why) for link, why in fields.pop("failed").items()]
+
+        (fields, failed), refusal = _call_or_refuse(finish, ({}, []))
+        return fields, failed, refusal
+
     def nemo_fp8rl_load(
         self, version: int, verify: bool, compare: bool, with_frozen: bool
     ) -> tuple[list[str], list[str], float, float, str]:
@@ -174,6 +212,7 @@ class RefitWorkerExtension:
         On a GPU vLLM's own sleep mode does this. It brings tensors back to the same addresses, as CUDA graphs need it;
         at level 1 it moves the weights to the host.
         """
+        self.weight_store.for_peers.stop()
         if current_platform.is_cuda():
             return self._sleep_on_gpu(level)
         freed = self._free("kv_cache", self.model_runner.kv_caches) if level else 0

@@ -56,6 +56,7 @@ from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
 from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
+from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 from nemo_fp8rl.refit.transport.link import SENDER_SHARE
 from nemo_fp8rl.refit.transport.shared_memory import domain
 from nemo_fp8rl.workers.network import node_address
@@ -319,8 +320,7 @@ class MegatronWorker:
             names = KvScales.tensor_names(self.hf.num_hidden_layers)
             parts += [TensorPart.of(name, torch.float32, ()) for name in names]
         self.refit = SendingRank(
-            parts,
-            choice.scale_format,
+            WeightSender(parts, choice.scale_format),
             transport=transport,
             host=node_address(self.cfg.cluster),
             token=token,
@@ -336,7 +336,7 @@ class MegatronWorker:
         self.refit.withdraw(engine)
 
     def base_version(self) -> int:
-        return self.refit.base_version
+        return self.refit.sender.base_version
 
     def take_noise(self, version: int) -> None:
         """Compute with the noise of this version from now on."""

@@ -27,6 +27,7 @@ class ReceivedPiece(NamedTuple):
     part:      the piece
     content:   views that are valid until the next piece is requested; None for a delta
     delta:     the changes to the last version's data; None for a full piece
+    encoded:   the delta's bytes on the wire; empty for a full piece
     scales:    (block scales, global scale) of a quantized piece, full or delta, as in `Content`
     digest:    the digest of the content that the trainer sent, or empty
     """
@@ -36,6 +37,7 @@ class ReceivedPiece(NamedTuple):
     delta: Delta | None
     scales: tuple[Tensor | None, Tensor | None]
     digest: str
+    encoded: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,12 @@ class _RouteProgress:
             return ReceivedPiece(part, content, None, scales, digest)
         scales = scales_of(part, data)
         self._check_scales(part, *scales)
+        encoded = data[part.scale_bytes :].cpu().numpy().tobytes()
         try:
-            delta = Delta.decode(data[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
+            delta = Delta.decode(encoded, part.data_bytes)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
-        return ReceivedPiece(part, None, delta, scales, digest)
+        return ReceivedPiece(part, None, delta, scales, digest, encoded)
 
     def _check_scales(self, part: TensorPart, scale_inv: Tensor | None, global_scale: Tensor | None) -> None:
         text = f"refit {self.version}: {part.name} has a scale that is not finite"

@@ -1,19 +1,16 @@
-"""The refit of one trainer rank: its links to the engines, and the thread that sends while the engines load."""
+"""The refit of one rank that sends: its links to the engines, and the thread that sends while the engines load."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from nemo_fp8rl.common.errors import single_line
-from nemo_fp8rl.fp8 import ScaleFormat
-from nemo_fp8rl.refit.expert_stacks import Weight
 from nemo_fp8rl.refit.interface import Transport
-from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
+from nemo_fp8rl.refit.manifest import RefitError, Route
 from nemo_fp8rl.refit.reports import LinkId, SendReport
 from nemo_fp8rl.refit.sender.push import Link
-from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 from nemo_fp8rl.refit.transport.handshake import Listener
 from nemo_fp8rl.refit.transport.in_process import in_process_link
 from nemo_fp8rl.refit.transport.link import HOST, LinkError, SendingEnd
@@ -25,12 +22,31 @@ Address = Any
 both sides share a process."""
 
 
-class SendingRank:
-    """The links of one trainer rank to the engines, and the push of a version through them.
+class Sender(Protocol):
+    """What reads a rank's weights and sends them: `WeightSender` in a trainer, `StoredSender` in an engine.
+
+    owner: "trainer" or "engine", for error messages
+    """
+
+    owner: str
+
+    @property
+    def send(self) -> Callable[..., SendReport]:
+        """Return the method that sends every link its pieces: (weights, version, {LinkId: Link}, options).
+
+        A link that breaks is left out of the rest and reported.
+        """
+
+
+AnySender = TypeVar("AnySender", bound=Sender)
+
+
+class SendingRank(Generic[AnySender]):
+    """The links of one rank that sends to engines, and the push of a version through them.
 
     `offer` makes the links to an engine, `start` and `finish` are a push, `withdraw` closes the links to an engine.
 
-    parts:   the parts of this rank
+    sender:  reads the weights of this rank and sends them
     host:    the address of this rank on the network from which engines may connect
     token:   the run's token, which both ends of a link prove to know
     timeout: seconds that a wait for an engine may last
@@ -39,8 +55,7 @@ class SendingRank:
 
     def __init__(
         self,
-        parts: Sequence[TensorPart],
-        scale_format: ScaleFormat,
+        sender: AnySender,
         *,
         transport: Transport,
         host: str,
@@ -48,7 +63,7 @@ class SendingRank:
         timeout: float,
         device: torch.device = HOST,
     ) -> None:
-        self.sender = WeightSender(parts, scale_format)
+        self.sender = sender
         self.timeout, self.device = timeout, device
         self.listener = None if transport == "in_process" else Listener(transport, host, token, timeout, device)
         self.link_ends: dict[LinkId, Future[SendingEnd]] = {}
@@ -58,10 +73,6 @@ class SendingRank:
         self.send_thread = ThreadPoolExecutor(1, "refit-send")
         self.push: Future[SendReport] | None = None
         self.offer_count = 0
-
-    @property
-    def base_version(self) -> int:
-        return self.sender.base_version
 
     def offer(self, engine: int, routes: Sequence[Route], capacities: Sequence[int]) -> list[Address | None]:
         """Return the address of each engine rank's link; None for a rank that needs nothing of this one.
@@ -96,7 +107,7 @@ class SendingRank:
 
     def start(
         self,
-        weights: Iterable[tuple[str, Weight]],
+        weights: Iterable[Any],
         version: int,
         engines: Collection[int],
         *,
@@ -105,8 +116,9 @@ class SendingRank:
     ) -> None:
         """Start to send a version to these engines, in a thread.
 
+        weights:   as the sender takes them
         full_only: as in `Link`
-        options:   delta, keep, digests, with_frozen and encodes, as in `WeightSender.send`
+        options:   the other arguments of the sender's `send`
         """
         assert self.push is None
         if self.device.type == "cuda":
@@ -124,7 +136,7 @@ class SendingRank:
 
     def _send(
         self,
-        weights: Iterable[tuple[str, Weight]],
+        weights: Iterable[Any],
         version: int,
         link_ends: dict[LinkId, tuple[Future[SendingEnd], Route]],
         full_only: frozenset[str],
@@ -147,7 +159,7 @@ class SendingRank:
                     end.add_done_callback(_close)
             if isinstance(error, torch.OutOfMemoryError):
                 raise RefitError(
-                    f"refit {version}: the trainer's memory is full ({single_line(error)[:300]}); lower "
+                    f"refit {version}: the {self.sender.owner}'s memory is full ({single_line(error)[:300]}); lower "
                     "nemo_fp8rl.refit.bucket_bytes, or set nemo_fp8rl.refit.mode=full, which keeps no copy of what "
                     "was sent"
                 ) from None

@@ -37,6 +37,8 @@ class WeightSender:
     base_version: the version whose bytes the rank has kept for the next delta, or -1
     """
 
+    owner = "trainer"
+
     def __init__(self, parts: Sequence[TensorPart], scale_format: ScaleFormat) -> None:
         self.parts = {part.name: part for part in parts}
         self.stack_sizes = {part.name: part.size[0] for part in parts if part.is_stack}

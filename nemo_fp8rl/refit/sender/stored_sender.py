@@ -1,0 +1,75 @@
+"""The sender of one engine rank: passes on the weights that lie in its memory, with the digests that came with them.
+
+The trainer's digests travel with the bytes, so that an engine which gets its weights from another one verifies them
+against what the trainer sent, and damage in the other one's memory is found as well. A delta is passed on as it came.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nemo_fp8rl.common.region import Region
+from nemo_fp8rl.refit.deferred_checks import PendingDigest
+from nemo_fp8rl.refit.manifest import TensorPart
+from nemo_fp8rl.refit.message import Content, scales_of
+from nemo_fp8rl.refit.reports import LinkId, SendReport
+from nemo_fp8rl.refit.sender.push import Link, Piece, Push
+
+PieceKey = tuple[str, Region]
+"""The name and the region of a piece."""
+
+
+class StoredSender:
+    """Sends what an engine rank stores to ranks that store the same. The weights must not change meanwhile."""
+
+    owner = "engine"
+
+    @torch.no_grad()
+    def send(
+        self,
+        weights: Iterable[tuple[TensorPart, Content]],
+        version: int,
+        links: Mapping[LinkId, Link],
+        *,
+        digests: Mapping[PieceKey, str] = MappingProxyType({}),
+        deltas: Mapping[PieceKey, bytes] = MappingProxyType({}),
+        with_frozen: bool = True,
+        **_: Any,
+    ) -> SendReport:
+        """Send every link its pieces of these weights. A link that breaks is left out of the rest and reported.
+
+        weights: the parts that the rank stores, and views of each in memory
+        digests: by piece, what the trainer sent; empty where nothing is verified
+        deltas:  by piece, the delta to this version (`Delta.encode`); every sink has the version before it
+        with_frozen: send tensors that never change; every sink has them otherwise
+        """
+        push = Push(version, links, with_frozen)
+        try:
+            for part, content in weights:
+                for piece in push.pieces.pop(part.name, ()):
+                    key = part.name, piece.part.region
+                    stored = content.cut(part, piece.part.region)
+                    self._send_piece(push, piece, stored, digests.get(key, ""), deltas.get(key))
+            assert not push.pieces, f"the engine did not hand out {sorted(push.pieces)[0]}"
+            push.finish()
+        finally:
+            push.writers.clear()  # they refer to `push`, and a closed link must not wait for Python's collector
+        return push.report
+
+    def _send_piece(self, push: Push, piece: Piece, stored: Content, digest: str, delta: bytes | None) -> None:
+        part = piece.part
+        nbytes = part.nbytes if delta is None else part.scale_bytes + len(delta)
+        if (entry := push.reserve(piece, nbytes)) is None:
+            return
+        with push.report.time_stage("encode"):
+            scales = zip(scales_of(part, entry), (stored.scale_inv, stored.global_scale), strict=True)
+            for place, values in scales:
+                if place is not None and values is not None:
+                    place.copy_(values)
+            if delta is None:
+                Content.of(part, entry).data.copy_(stored.data)
+            else:
+                entry[part.scale_bytes :] = torch.frombuffer(bytearray(delta), dtype=torch.uint8)
+        push.add(piece, entry, "full" if delta is None else "delta", PendingDigest(digest))
