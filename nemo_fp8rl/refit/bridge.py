@@ -15,24 +15,16 @@ What fails, and what then happens:
     any of these happens twice in one refit       RefitError; engines stay fenced, the version is not committed
     a weight is not finite                        RefitError that names it; engines stay fenced, not committed
     the trainer wants to take a step              the step waits until the weights are sent
-    the trainer dies or does not answer           its links break, engines stay fenced
+    the trainer dies or does not answer           its links break; engines that had begun to load stay fenced
+    any failure before engines begin to load      engines go on from the last version, as they do between refits
     an engine is found dead between two refits    `recover`: it is started again and gets the committed version, or
                                                   stays fenced until the next refit where the weights have moved on
+    an engine dies, and enough others remain      its place is empty (`WeightSink.replace`), the others go on
+
+Engines join and leave between refits (`admit`, `release`); one that joins is brought to the version as in `recover`.
 
 The engine pool only reports a dead engine (`WeightSink.report_deaths_to`); this bridge alone recovers it.
-
-The driver takes its locks in this order, and never in another:
-
-    1. RefitBridge._refitting    for a whole refit; a second refit is refused, it does not wait
-    2. RefitBridge._recovering   for a whole refit, or for one recovery
-    3. MegatronPolicy.weights_lock   `WeightSource.hold_weights`; a training step takes it as well
-    4. EnginePool.replacing      while an engine is started again, or the lives of the engines are compared
-    5. EngineClient.counting     for counts of prompts; nothing is waited for
-
-Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished; with updates in flight
-it does not. So a thread that reads answers must not wait for lock 2: it reports a death with wait=False, and again with
-wait=True after its answers.
-RemoteEnginePool.first_version is taken alone.
+The locks of the driver and their order are in `refit.interface`.
 """
 
 import logging
@@ -99,22 +91,26 @@ class RefitBridge:
     def _transport_name(self) -> str:
         if self.transport != "nearest":
             return self.transport
-        self.domains |= self.sink.domains(range(self.sink.engine_count()))
+        self.domains |= self.sink.domains(self.sink.present_engines())
         machines = len({*self.source.sources().domains}.union(*self.domains.values()))
         return "mapped memory" if machines == 1 else f"mapped memory within a machine, gloo between the {machines}"
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all engines committed."""
-        with self._exclusive(), self._recovering, self.source.hold_weights():
+        with self._exclusive(), self._recovering, self.source.hold_weights(), self._unfenced_if_untouched():
             version, start = self.version + 1, time.perf_counter()
-            engines = range(self.sink.engine_count())
+            engines = self.sink.present_engines()
+            if not engines:
+                raise RefitError(f"refit {version}: there is no engine")
             self.sent_updates = -1
-            stored_versions = set(self.sink.fence(engines).values())
+            stored = self.sink.fence(engines)
             fence_seconds = time.perf_counter() - start  # other threads' answers, for which the fence waits
             # no link has to be made, and no engine uses vLLM's loaders for all tensors
             is_routine = all(self.direct_names.get(engine) for engine in engines)
             for engine in engines:
                 self._connect(engine)
+            engines = self._present(engines)
+            stored_versions = {stored[engine] for engine in engines}
             delta = self.choice.wants_delta and stored_versions == {self.source.base_version()} != {-1}
             has_frozen = self.engines_with_frozen.issuperset(engines) and -1 not in stored_versions
             how = {"delta": delta, "keep": self.choice.wants_base, "with_frozen": not has_frozen}
@@ -160,8 +156,27 @@ class RefitBridge:
         finally:
             self._recovering.release()
 
+    def admit(self, engine: int) -> None:
+        """Take an engine that was started beside the others, without weights, into refits.
+
+        It gets the committed version now, or at the next refit, and prompts from then on. Where this fails, release it.
+        """
+        with self._recovering:
+            self.sink.enter(engine)
+            self._catch_up(engine)
+
+    def release(self, engine: int) -> None:
+        """Take an engine out of refits and close its links."""
+        with self._recovering:
+            try:
+                self._forget(engine)
+            finally:
+                self.sink.leave(engine)
+
     def _catch_up(self, engine: int) -> None:
-        self._disconnect(engine)
+        self._forget(engine)
+        if not self._present([engine]):
+            return
         with self.source.hold_weights():
             if self.version >= 0 and self.source.updates() == self.sent_updates:
                 self._connect(engine)
@@ -169,8 +184,8 @@ class RefitBridge:
                 self._commit(self.version, [engine])
 
     def _connect(self, engine: int) -> None:
-        """Link an engine. An engine that is found dead is started again."""
-        while engine not in self.direct_names:
+        """Link an engine. An engine that is found dead is started again, or is no longer present."""
+        while engine not in self.direct_names and self._present([engine]):
             sources = self.source.sources()
             try:
                 with self._deaths_as_engine_died():
@@ -195,13 +210,24 @@ class RefitBridge:
     def _replace(self, engine: int, death: Exception) -> None:
         self.source.make_room()
         self.sink.replace(engine, death)
+        if not self._present([engine]):
+            self._forget(engine)
+
+    def _present(self, engines: Collection[int]) -> list[int]:
+        present = self.sink.present_engines()
+        return [engine for engine in engines if engine in present]
+
+    def _forget(self, engine: int) -> None:
+        for known in (self.domains, self.wire_shares, self.links):
+            known.pop(engine, None)
+        self._disconnect(engine)
 
     def _all_domains(self, engine: int) -> list[list[str]]:
         """Return the domains of all engines. An engine that may be busy is asked only until it has answered once."""
-        engines = range(self.sink.engine_count())
+        engines = self.sink.present_engines()
         self.domains.pop(engine, None)
         self.domains |= self.sink.domains([other for other in engines if other not in self.domains])
-        return [self.domains.get(other, []) for other in engines]
+        return [self.domains.get(other, []) for other in range(max(engines) + 1)]
 
     @contextmanager
     def _deaths_as_engine_died(self) -> Iterator[None]:
@@ -245,15 +271,17 @@ class RefitBridge:
 
         Return the reports of the trainer's ranks, seconds by stage, and the engines that had to be retried.
         """
+        if not (engines := self._present(engines)):  # of one that died as it took its version
+            return [], {}, []
         reports, outcomes = self._attempt(version, engines, **how)
         failed = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, Exception)}
         for engine, failure in failed.items():
             if self.sink.is_death(failure):
                 self._replace(engine, failure)
-        if failed:
-            for engine in failed:
-                self._connect(engine)
-            _, second_outcomes = self._attempt(version, failed.keys())
+        for engine in failed:
+            self._connect(engine)
+        if again := self._present(failed):
+            _, second_outcomes = self._attempt(version, again)
             for engine, outcome in second_outcomes.items():
                 if isinstance(outcome, Exception):
                     raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
@@ -261,13 +289,14 @@ class RefitBridge:
         loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, LoadReport)}
         self.direct_names |= {engine: report.direct_names for engine, report in loaded.items()}
         self.engines_with_frozen |= loaded.keys()
+        engines = self._present(engines)
         behind = [engine for engine in engines if engine not in loaded or loaded[engine].version != version]
-        if behind or not loaded:
+        if behind:
             raise RefitError(f"refit {version}: engines {behind} did not load it")
         stages = {stage: max(report.seconds[stage] for report in reports) for stage in reports[0].seconds}
-        stages["load"] = max(report.seconds for report in loaded.values())
-        stages["verify"] = max(report.verify_seconds for report in loaded.values())
-        return reports, stages, list(failed)
+        stages["load"] = max((report.seconds for report in loaded.values()), default=0.0)
+        stages["verify"] = max((report.verify_seconds for report in loaded.values()), default=0.0)
+        return reports, stages, again
 
     def _attempt(
         self,
@@ -296,7 +325,8 @@ class RefitBridge:
             return reports, outcomes
         except BaseException:
             for engine in engines:  # their links may hold messages of this version
-                self._disconnect(engine)
+                with suppress(Exception):  # where the trainer is dead, each engine closes its own end all the same
+                    self._disconnect(engine)
             if not finishing:
                 with suppress(Exception):  # some ranks may have begun to send; their links are closed now
                     self.source.finish_push()
@@ -307,6 +337,8 @@ class RefitBridge:
 
         Afterwards all of the engines generate, or none.
         """
+        if not (engines := self._present(engines)):
+            return 0
         with self._all_or_none(engines):
             try:
                 self.sink.commit(version, engines)
@@ -320,8 +352,8 @@ class RefitBridge:
                 self._disconnect(engine)
                 self._replace(engine, death)
                 self._connect(engine)
-            if lost:
-                self._push_and_verify(version, lost)
+            self._push_and_verify(version, lost)
+            engines = self._present(engines)
             self.sink.commit(version, engines)  # again: an engine that has the version may not have got the first call
             return len(lost)
 
@@ -333,6 +365,17 @@ class RefitBridge:
         except BaseException:
             with suppress(Exception):  # a fence that fails as well would hide the cause
                 self.sink.fence(engines)
+            raise
+
+    @contextmanager
+    def _unfenced_if_untouched(self) -> Iterator[None]:
+        """Let engines generate from the last version again where the block fails and has not begun to change them."""
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):
+                stored = self.sink.fence(self.sink.present_engines())
+                self.sink.commit(self.version, [e for e, version in stored.items() if version == self.version >= 0])
             raise
 
     def _names_without_delta(self, engines: Collection[int]) -> frozenset[str]:
