@@ -144,11 +144,11 @@ class Bench:
             yield
             self.core.rpc("bench_use", "ours")
         elif way == "full, loaders":
-            direct = self.bridge.direct_names[0]
+            direct = self.bridge.links.direct_names[0]
             self.core.rpc("bench_direct", [])
             yield
             self.core.rpc("bench_direct", sorted(direct))
-            self.bridge.direct_names[0] = direct
+            self.bridge.links.direct_names[0] = direct
         else:
             yield
 

@@ -277,6 +277,13 @@ def _parity(arguments: argparse.Namespace) -> bool:
     return True
 
 
+def _engines(arguments: argparse.Namespace) -> bool:
+    from nemo_fp8rl.commands.engines import request_engines
+
+    request_engines(arguments.run, arguments.count)
+    return True
+
+
 def _request_stop(arguments: argparse.Namespace) -> bool:
     from nemo_fp8rl.run.pod_stop import request_stop
 
@@ -289,6 +296,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], bool]] = {
     "nemo": _nemo,
     "launch": _launch,
     "sft": _sft,
+    "engines": _engines,
     "request-stop": _request_stop,
     "make-tiny": _make_tiny,
     "export": _export,

@@ -33,6 +33,7 @@ from nemo_fp8rl.config.validate.generation import check_asynchronous
 from nemo_fp8rl.data.order import PromptOrder
 from nemo_fp8rl.data.prompts import load_prompts
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
+from nemo_fp8rl.generation.elastic_engines import ElasticEngines
 from nemo_fp8rl.generation.engine_checks import check_for_driver
 from nemo_fp8rl.generation.interface import Generation, Sampling, sample_seed
 from nemo_fp8rl.hf.hub import pin_commits
@@ -51,6 +52,7 @@ from nemo_fp8rl.rollout.collect import (
     score_answers,
     signal_metrics,
 )
+from nemo_fp8rl.rollout.fault_counts import FaultCounts
 from nemo_fp8rl.rollout.sources import Collect, RolloutsAhead, RolloutsInTurn, RolloutSource
 from nemo_fp8rl.rollout.step_metrics import step_metrics
 from nemo_fp8rl.rollout.trajectories import Trajectories, sample_trajectories
@@ -81,6 +83,7 @@ class LoopParts:
     policy: Policy
     generation: Generation
     bridge: RefitBridge
+    engines: ElasticEngines
     rollouts: RolloutSource
     sampling: Sampling
     loss: GrpoLoss
@@ -105,26 +108,6 @@ class StepOutcome:
     alarm: str
     log_weights: list[Bin]
     samples: list[Sample]
-
-
-class FaultCounts:
-    """Counts of engine restarts and of retried prompts, in whatever phase of the loop they happen."""
-
-    def __init__(self, generation: Generation, say: Callable[[str], None]) -> None:
-        self.generation, self.say = generation, say
-        self.reported = self.in_last_row = generation.metrics()
-
-    def report_new(self, when: str) -> None:
-        """Log the counts that grew since the last call."""
-        before, self.reported = self.reported, self.generation.metrics()
-        for name, count in self.reported.items():
-            if count > before[name]:
-                self.say(f"{when}: {name} {count - before[name]:g}")
-
-    def take_row(self) -> dict[str, float]:
-        """Return by how much the reported counts grew since the last row."""
-        before, self.in_last_row = self.in_last_row, self.reported
-        return {name: count - before[name] for name, count in self.reported.items()}
 
 
 def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_hint: str = "--resume") -> bool:
@@ -174,7 +157,8 @@ def train(cfg: Config, resume: bool = False, restartable: bool = False, resume_h
         explained = explained_by(cfg, *precision, cfg.grpo.async_grpo.enabled), explained_by(cfg, *precision)
         collect = partial(collect_rollout, cfg, generation, tokenizer, sampling)
         rollouts = _rollout_source(cfg, collect, prompts_of_step, display.show_phase)
-        built = policy, generation, bridge, rollouts, sampling, loss, *explained
+        engines = stack.enter_context(ElasticEngines(generation, bridge))
+        built = policy, generation, bridge, engines, rollouts, sampling, loss, *explained
         parts = LoopParts(cfg, tokenizer, val_prompts, *built, display.show_phase)
         faults = FaultCounts(generation, display.say)
         display.show_phase("first refit")
@@ -217,6 +201,8 @@ def run_steps(
     watch = LearningWatch(earlier_rows, run.recipe)
     parts.rollouts.begin(run.completed_steps + 1)
     for step in range(run.completed_steps + 1, run.last_step + 1):
+        for note in parts.engines.follow(run.path):
+            display.say(note)
         with save_if_refused(run, policy, step):
             outcome = train_step(parts, step)
         for note in outcome.notes:
@@ -229,7 +215,7 @@ def run_steps(
         with_validation = _is_validation_step(cfg, step)
         metrics = outcome.metrics | (validate(parts) if with_validation else {})
         faults.report_new(f"step {step}")
-        metrics |= faults.take_row()
+        metrics |= faults.take_row() | parts.engines.metrics()
         if cfg.policy.generation.vllm_cfg.kv_window is not None:
             metrics |= parts.generation.take_cache_metrics()
         run.log(step, metrics, outcome.log_weights, outcome.samples if with_validation or step == 1 else None)

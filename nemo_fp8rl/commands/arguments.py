@@ -167,6 +167,15 @@ def _add_launch(commands: Commands) -> None:
     launch.add_argument("--idle", action="store_true", help="start a cluster for interactive use, without a run")
     launch.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
 
+    engines = _add(
+        commands,
+        "engines",
+        "change the number of vLLM engines of a run that is at work",
+        "runs/a 6 # from cluster.min_generation_engines to max_generation_engines",
+    )
+    engines.add_argument("run", type=path, metavar="RUN", help="the run directory (logger.log_dir)")
+    engines.add_argument("count", type=count, metavar="COUNT", help="how many engines it is to have")
+
     stop = _add(
         commands,
         "request-stop",

@@ -125,10 +125,25 @@ class ClusterConfig(Block):
     train_ranks: Annotated[int, ABOVE_0] = 1
     """All trainer ranks (Ray): tensor x pipeline x context x data parallel."""
     generation_engines: Annotated[int, ABOVE_0] = 1
-    """vLLM engines that share the prompts (Ray)."""
+    """vLLM engines that share the prompts (Ray); with the next two keys, those at the start of a run."""
+    max_generation_engines: Annotated[int | None, ABOVE_0] = None
+    """Most engines to which a run may grow (`nemo-fp8rl engines`); null: as at the start."""
+    min_generation_engines: Annotated[int | None, ABOVE_0] = None
+    """Least engines with which a run goes on while others are away; null: as at the start. With more engines than that,
+    a dead one is replaced in the background."""
     engine_timeout_seconds: Annotated[float, Range(above=0, below=1e6)] = 1800.0  # poll(2): milliseconds in 32 bits
     """Time after which a silent engine counts as dead. It is for one task or prompt; a prompt has 0.1 s more for
     each token of max_new_tokens. It also holds for training ranks in a refit, and under Ray for the start of a worker's
     process."""
     max_engine_restarts: Annotated[int, AT_LEAST_0] = 3
-    """Dead engines that a run replaces. One more ends it."""
+    """Dead engines that a run replaces. One more ends it, or stays away where min_generation_engines are left."""
+
+    @property
+    def most_engines(self) -> int:
+        """The places for engines."""
+        return self.max_generation_engines or self.generation_engines
+
+    @property
+    def least_engines(self) -> int:
+        """The engines that must get prompts, or an engine is started again before anything goes on."""
+        return self.min_generation_engines or self.generation_engines

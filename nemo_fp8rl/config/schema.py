@@ -48,9 +48,9 @@ class Config(Block):
 
     @property
     def num_cpus(self) -> int:
-        """CPUs of all ranks and engines, one a process."""
+        """CPUs of all ranks and of the most engines, one a process."""
         engine = self.policy.generation.vllm_cfg.tensor_parallel_size
-        return self.cluster.train_ranks + self.cluster.generation_engines * engine
+        return self.cluster.train_ranks + self.cluster.most_engines * engine
 
     @property
     def data_parallel_size(self) -> int:

@@ -26,7 +26,6 @@ from nemo_fp8rl.generation.core import AsyncCore, Core, Request, SteppedCore, sa
 from nemo_fp8rl.generation.engine_arguments import GRAPHS_KEEP_SCALES, engine_arguments, is_flashinfer
 from nemo_fp8rl.generation.engine_checks import check_engine, check_machine
 from nemo_fp8rl.generation.interface import EngineDescription, Sampling
-from nemo_fp8rl.generation.vllm_sockets import make_folder, remove_folder
 from nemo_fp8rl.generation.weights.peer_engine import PeerEngine, raise_first
 from nemo_fp8rl.hf.fp8_layers import engine_fp8_layers
 from nemo_fp8rl.hf.hub import checkpoint_folder
@@ -40,6 +39,7 @@ from nemo_fp8rl.refit.route_plan import Links
 from nemo_fp8rl.workers import WorkerDied
 from nemo_fp8rl.workers.library_environment import set_for_engine, stay_offline
 from nemo_fp8rl.workers.network import check_interfaces, node_address
+from nemo_fp8rl.workers.vllm_sockets import make_folder, remove_folder
 
 PROCESS_ERRORS = (RuntimeError, Exception)
 """vLLM raises exactly these types, no subclass, when a process that it started ended with any error."""

@@ -35,7 +35,7 @@ class EngineClient(ABC):
     timeout:    seconds without any answer after which engines count as dead, beyond those for long answers; None: never
     in_flight:  prompts in flight at each engine
     lives:      how often each engine was started again
-    missing:    engines that get no prompts at present
+    missing:    places whose engines get no prompts at present, or that are empty
     """
 
     timeout: float | None
@@ -145,23 +145,23 @@ class EngineClient(ABC):
 
         An engine without a part is left out.
         """
-        sizes, present = [0] * self.engines.count, self._present_engines()
-        with self.counting:
-            for _ in positions:
-                engine = min(present, key=self.in_flight.__getitem__)
-                sizes[engine] += 1
-                self.in_flight[engine] += 1
+        sizes, is_divided = [0] * self.engines.count, False
+        while not is_divided:
+            with self.counting:
+                if serving := [engine for engine in range(self.engines.count) if engine not in self.missing]:
+                    for _ in positions:
+                        engine = min(serving, key=self.in_flight.__getitem__)
+                        sizes[engine] += 1
+                        self.in_flight[engine] += 1
+                    is_divided = True
+            if not is_divided:
+                self._wait_for_an_engine()
         borders = pairwise(accumulate(sizes, initial=0))
         return {engine: positions[a:b] for engine, (a, b) in enumerate(borders) if b > a}
 
     def _add_in_flight(self, engine: int, prompts: int) -> None:
         with self.counting:
             self.in_flight[engine] += prompts
-
-    def _present_engines(self) -> list[int]:
-        while not (present := [engine for engine in range(self.engines.count) if engine not in self.missing]):
-            self._wait_for_an_engine()
-        return present
 
 
 class RemoteEnginePool(EngineClient):

@@ -1,13 +1,14 @@
 """The driver's side of generation: vLLM engines that share the prompts, in this process or as Ray actors.
 
-The pool starts engines, divides prompts among them (`EngineClient`) and reports an engine that it finds dead. The refit
-bridge alone recovers: it has the pool start the engine again, brings it the weights, and readmits it. A pool that is
-pickled to another process becomes a `RemoteEnginePool`.
+An engine has a place, of which some may be empty: engines join and leave (`generation.elastic_engines`). The pool
+starts engines, divides prompts among them (`EngineClient`) and reports an engine that it finds dead. The refit bridge
+alone recovers: it has the pool start the engine again, brings it the weights, and readmits it. A pool that is pickled
+to another process becomes a `RemoteEnginePool`.
 """
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any
@@ -31,13 +32,15 @@ BLOCK_COUNT_SECONDS = 5.0
 
 
 class EnginePool(EngineClient):
-    """`generation.interface.Generation` over cluster.generation_engines engines.
+    """`generation.interface.Generation` over cluster.generation_engines engines at first.
 
     token:   the secret with which the links of a refit are opened; a random one where None
     beside:  the ranks whose GPUs the engines share
 
     patience:      seconds to wait for an engine that must finish its answers first; after them it counts as dead
     fenced_lives:  the lives of the engines when the last refit fenced them; NOT_FENCED after a recovery since
+    present:       engines that take part in refits; those of them that are `missing` have no prompts at present
+    leaving:       engines that get no more prompts and leave after the answers in progress
     """
 
     retries_are_counted_by_engines = False
@@ -51,7 +54,9 @@ class EnginePool(EngineClient):
         self.replacing = Lock()
         self.recover: Recover = self._recover_without_weights
         self.remote_retries = dict[tuple[int, int], int]()  # prompts, by engine and life
+        self.report_loss: Callable[[int, Exception, bool], None] = lambda engine, death, returns: None
         vllm_cfg, count = cfg.policy.generation.vllm_cfg, cfg.cluster.generation_engines
+        self.present, self.leaving = set(range(count)), set[int]()
         engines = start_workers(
             VllmEngine,
             "generation",
@@ -60,9 +65,11 @@ class EnginePool(EngineClient):
             vllm_cfg.tensor_parallel_size,
             beside,
             max_concurrency=CALLS_AT_ONCE if vllm_cfg.async_engine else 1,
+            places=cfg.cluster.most_engines,
         )
         super().__init__(cfg, engines)
-        self.fenced_lives = [0] * count
+        self.missing = set(range(count, engines.count))
+        self.fenced_lives = [0] * engines.count
         with shutdown_on_error(engines):
             self._call_all("setup", cfg)
 
@@ -76,24 +83,25 @@ class EnginePool(EngineClient):
         return policy.generation.colocated.enabled and policy.megatron_cfg.offload_between_phases
 
     def finish_generation(self) -> None:
-        engines: Collection[int] = range(self.engines.count)
+        engines = self.present_engines()
         if level := self.cfg.policy.generation.vllm_cfg.sleep_level:
             while engines := self._call_or_recover(engines, "finish_generation", level):
                 pass
 
     def prepare_for_generation(self) -> None:
         if self.cfg.policy.generation.vllm_cfg.sleep_level:
-            self._call_or_recover(range(self.engines.count), "prepare_for_generation")
+            self._call_or_recover(self.present_engines(), "prepare_for_generation")
 
     def check_health(self) -> None:
         """Have engines that are found dead started again."""
-        self._call_or_recover(range(self.engines.count), "check_health")
+        self._call_or_recover(self.present_engines(), "check_health")
 
     def describe(self) -> EngineDescription:
         return EngineDescription.union(self._call_all("describe"))
 
     def metrics(self) -> dict[str, float]:
-        for engine, life in enumerate(self.lives):
+        for engine in self.present_engines():
+            life = self.lives[engine]
             counted = self.engines.ask(engine, "count_retried_prompts", engine_client.HEALTH_CHECK_SECONDS) or 0
             self.remote_retries[engine, life] = max(counted, self.remote_retries.get((engine, life), 0))
         return {
@@ -106,7 +114,7 @@ class EnginePool(EngineClient):
 
         Empty where no request ended since, or where the core of an engine is in a process without a worker.
         """
-        counts = [self.engines.ask(i, "take_block_counts", BLOCK_COUNT_SECONDS) for i in range(self.engines.count)]
+        counts = [self.engines.ask(i, "take_block_counts", BLOCK_COUNT_SECONDS) for i in self.present_engines()]
         known = [of_engine for of_engine in counts if of_engine is not None]
         dense = sum(of_engine[2] for of_engine in known)
         if not dense:
@@ -125,8 +133,19 @@ class EnginePool(EngineClient):
     def report_deaths_to(self, recover: Recover) -> None:
         self.recover = recover
 
-    def engine_count(self) -> int:
-        return self.engines.count
+    def present_engines(self) -> list[int]:
+        return sorted(self.present)
+
+    def enter(self, engine: int) -> None:
+        self.fenced_lives[engine] = self.lives[engine]  # if it dies as it takes the weights, that is no earlier death
+        with self.counting:
+            self.present.add(engine)
+
+    def leave(self, engine: int) -> None:
+        with self.replacing, self.counting:
+            if engine in self.present:
+                self.lives[engine] += 1  # what is still asked of it is asked again elsewhere, and nobody replaces it
+            self._empty(engine)
 
     def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
         parts: list[Sequence[TensorPart]] = self._call_engine(engine, "stored_parts")
@@ -159,6 +178,8 @@ class EnginePool(EngineClient):
         for outcome in self.engines.outcomes("commit", dict.fromkeys(engines, (version,)), self.timeout).values():
             if isinstance(outcome, Exception):
                 raise outcome
+        with self.counting:
+            self.missing -= self.present.intersection(engines) - self.leaving
 
     def is_death(self, outcome: Exception) -> bool:
         return isinstance(outcome, WorkerDied)
@@ -189,7 +210,9 @@ class EnginePool(EngineClient):
         """
         with self.replacing:
             is_due = self.lives[engine] == (self.fenced_lives[engine] if life is None else life)
-            if is_due and life is None:
+            if is_due and self._may_lose(engine):
+                self._lose(engine, death)
+            elif is_due and life is None:
                 self._start_again(engine, death)
                 self.missing.discard(engine)
             elif is_due:
@@ -204,7 +227,63 @@ class EnginePool(EngineClient):
 
     def readmit(self, engine: int) -> None:
         self.fenced_lives[engine] = NOT_FENCED  # a death that a refit found before the recovery is made good
-        self.missing.discard(engine)
+        if engine in self.present:
+            self.missing.discard(engine)
+
+    # engines that join and leave
+
+    def start(self, engine: int) -> None:
+        """Start an engine in an empty place. It has neither weights nor prompts, and takes part in no refit."""
+        self.engines.restart(engine)
+        self._set_up(engine)
+
+    def begin_to_leave(self, engine: int) -> bool:
+        """Give an engine no more prompts. Return False where too few others have prompts."""
+        with self.counting:
+            if engine not in self.present or not self._leaves_enough(engine):
+                return False
+            self.leaving.add(engine)
+            self.missing.add(engine)
+            return True
+
+    def wait_for_answers(self, engine: int) -> None:
+        """Wait until an engine that is leaving has answered; end one that takes too long."""
+        deadline = time.monotonic() + self.patience
+        while self.in_flight[engine] and engine in self.leaving and not self.is_closed:
+            if time.monotonic() > deadline:
+                self.engines.end(engine)
+            time.sleep(engine_client.HEALTH_CHECK_SECONDS)
+
+    def retire(self, engine: int) -> None:
+        """End the process of an engine that has left."""
+        self.engines.retire(engine)
+
+    def serving_engines(self) -> set[int]:
+        """Return the engines that get prompts."""
+        return self.present - self.missing
+
+    def _leaves_enough(self, engine: int) -> bool:
+        return len(self.serving_engines() - {engine}) >= self.cfg.cluster.least_engines
+
+    def _may_lose(self, engine: int) -> bool:
+        """True where the place of an engine that died may be empty for a while."""
+        with self.counting:
+            return self._leaves_enough(engine) or (engine in self.leaving and bool(self.serving_engines()))
+
+    def _lose(self, engine: int, death: Exception) -> None:
+        """Leave the place of a dead engine empty, and report whether another one is to be started in it."""
+        returns = engine not in self.leaving and self.engine_restarts < self.cfg.cluster.max_engine_restarts
+        self.engine_restarts += returns
+        self.lives[engine] += 1
+        with self.counting:
+            self._empty(engine)
+        self.engines.end(engine)
+        self.report_loss(engine, death, returns)
+
+    def _empty(self, engine: int) -> None:
+        self.present.discard(engine)
+        self.leaving.discard(engine)
+        self.missing.add(engine)
 
     def _start_again(self, engine: int, death: Exception) -> None:
         limit = self.cfg.cluster.max_engine_restarts
@@ -215,15 +294,19 @@ class EnginePool(EngineClient):
             ) from death
         self.engine_restarts += 1
         self.lives[engine] += 1
-        sleep_level = self.cfg.policy.generation.vllm_cfg.sleep_level
+        self.leaving.discard(engine)  # it is needed: no other one has prompts
         try:
             self.engines.restart(engine)
-            self._call_engine(engine, "setup", self.cfg)
-            if sleep_level:  # its cache wakes with its first answer, as the others': the trainer needs room to send
-                self._call_engine(engine, "finish_generation", sleep_level)
-                self._call_engine(engine, "prepare_for_generation")
+            self._set_up(engine)
         except WorkerDied as next_death:
             self._start_again(engine, next_death)
+
+    def _set_up(self, engine: int) -> None:
+        sleep_level = self.cfg.policy.generation.vllm_cfg.sleep_level
+        self._call_engine(engine, "setup", self.cfg)
+        if sleep_level:  # its cache wakes with its first answer, as the others': the trainer needs room to send
+            self._call_engine(engine, "finish_generation", sleep_level)
+            self._call_engine(engine, "prepare_for_generation")
 
     def _report_death(self, engine: int, death: WorkerDied, life: int, wait: bool = True) -> bool:
         """Have the bridge recover the engine; do nothing if another thread has recovered it since that life.
@@ -248,7 +331,7 @@ class EnginePool(EngineClient):
 
     def _leave_to_next_refit(self, engine: int, life: int) -> bool:
         with self.replacing, self.counting:  # of two threads that lose the last two engines one replaces its engine
-            if not {*range(self.engines.count)} - self.missing - {engine}:
+            if not self.serving_engines() - {engine}:
                 return False
             if self.lives[engine] == life:
                 self.missing.add(engine)
@@ -270,7 +353,7 @@ class EnginePool(EngineClient):
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Return what every engine answers before the first refit, until which none is replaced."""
         try:
-            return self.engines.call(method, [arguments] * self.engines.count, self.timeout)
+            return self.engines.call(method, [arguments] * len(self.present), self.timeout)
         except WorkerDied as death:
             raise UserError(
                 f"an engine died before the first refit ({death}); what it wrote says why (of a Ray actor: in its "

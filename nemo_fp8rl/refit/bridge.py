@@ -15,26 +15,19 @@ What fails, and what then happens:
     any of these happens twice in one refit       RefitError; engines stay fenced, the version is not committed
     a weight is not finite                        RefitError that names it; engines stay fenced, not committed
     the trainer wants to take a step              the step waits until the weights are sent
-    the trainer dies or does not answer           its links break, engines stay fenced
-    an engine is found dead between two refits    `recover`: it is started again and gets the committed version: from
-                                                  the trainer, or where its weights have moved on, from an engine that
-                                                  can give it (`peers`), else it stays fenced until the next refit
-    a leader (`peers`) dies or a link to it breaks     its followers get the whole version from the trainer
+    the trainer dies or does not answer           its links break; engines that had begun to load stay fenced
+    any failure before engines begin to load      engines go on from the last version, as they do between refits
+    an engine is found dead between two refits    `recover`: it is started again and gets the committed version from
+                                                  the trainer, or, where its weights have moved on, from an engine that
+                                                  can give it (`peers`); else it stays fenced until the next refit
+    an engine that gives a version dies           another one gives it to an engine that catches up; in a refit, the
+                                                  trainer sends it to the engines that lack it
+    an engine dies, and enough others remain      its place is empty (`WeightSink.replace`), the others go on
+
+Engines join and leave between refits (`admit`, `release`); one that joins is brought to the version as in `recover`.
 
 The engine pool only reports a dead engine (`WeightSink.report_deaths_to`); this bridge alone recovers it.
-
-The driver takes its locks in this order, and never in another:
-
-    1. RefitBridge._refitting    for a whole refit; a second refit is refused, it does not wait
-    2. RefitBridge._recovering   for a whole refit, or for one recovery
-    3. MegatronPolicy.weights_lock   `WeightSource.hold_weights`; a training step takes it as well
-    4. EnginePool.replacing      while an engine is started again, or the lives of the engines are compared
-    5. EngineClient.counting     for counts of prompts; nothing is waited for
-
-Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished; with updates in flight
-it does not. So a thread that reads answers must not wait for lock 2: it reports a death with wait=False, and again with
-wait=True after its answers.
-RemoteEnginePool.first_version is taken alone.
+The locks of the driver and their order are in `refit.interface`.
 """
 
 import logging
@@ -43,12 +36,12 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
+from nemo_fp8rl.refit.engine_links import EngineLinks
 from nemo_fp8rl.refit.full_or_delta import Mode, ModeChoice
 from nemo_fp8rl.refit.interface import Transport, WeightSink, WeightSource
-from nemo_fp8rl.refit.manifest import RefitError, cross_domain_share
-from nemo_fp8rl.refit.peers import Peers, Verify
+from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.peers import Verify
 from nemo_fp8rl.refit.reports import LoadReport, RefitReport, SendReport
-from nemo_fp8rl.refit.route_plan import Links, bucket_memory, plan
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +56,7 @@ class RefitBridge:
     first_version:  the number of the first version
 
     version:        the last version that every engine committed; first_version - 1 before the first commit
-    direct_names:   by linked engine, names of the tensors that it writes in place, and so can take deltas of
-    peers:          the engines as sources for other engines
-    stale:          engines that were started again, whose links the trainer has still to close
-    engines_with_frozen: engines that have the tensors that never change, as long as they have a version at all
-    wire_shares:    by engine, the share of its bytes that leaves the machine on which they were
+    links:          the links of the engines
     """
 
     def __init__(
@@ -82,16 +71,10 @@ class RefitBridge:
         first_version: int = 0,
     ) -> None:
         self.source, self.sink, self.choice = source, sink, ModeChoice(mode)
-        self.transport, self.verify, self.bucket_bytes = transport, verify, bucket_bytes
+        self.transport, self.verify = transport, verify
         self.version = first_version - 1
         self.sent_updates = -1
-        self.direct_names: dict[int, frozenset[str]] = {}
-        self.engines_with_frozen = set[int]()
-        self.domains: dict[int, list[str]] = {}
-        self.wire_shares: dict[int, float] = {}
-        self.links: dict[int, Links] = {}
-        self.peers = Peers(sink, transport, bucket_bytes)
-        self.stale = set[int]()
+        self.links = EngineLinks(source, sink, transport, bucket_bytes)
         self._refitting = threading.Lock()
         self._recovering = threading.Lock()
         sink.report_deaths_to(self.recover)
@@ -103,23 +86,27 @@ class RefitBridge:
     def _transport_name(self) -> str:
         if self.transport != "nearest":
             return self.transport
-        self.domains |= self.sink.domains(range(self.sink.engine_count()))
-        machines = len({*self.source.sources().domains}.union(*self.domains.values()))
+        domains = self.sink.domains(self.sink.present_engines())
+        machines = len({*self.source.sources().domains}.union(*domains.values()))
         return "mapped memory" if machines == 1 else f"mapped memory within a machine, gloo between the {machines}"
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all engines committed."""
-        with self._exclusive(), self._recovering, self.source.hold_weights():
+        with self._exclusive(), self._recovering, self.source.hold_weights(), self._unfenced_if_untouched():
             version, start = self.version + 1, time.perf_counter()
-            engines = range(self.sink.engine_count())
+            engines = self.sink.present_engines()
+            if not engines:
+                raise RefitError(f"refit {version}: there is no engine")
             self.sent_updates = -1
-            stored_versions = set(self.sink.fence(engines).values())
+            stored = self.sink.fence(engines)
             fence_seconds = time.perf_counter() - start  # other threads' answers, for which the fence waits
             # no link has to be made, and no engine uses vLLM's loaders for all tensors
-            is_routine = all(self.direct_names.get(engine) for engine in engines)
-            self._link(engines)
+            is_routine = not self.links.stale and all(self.links.direct_names.get(engine) for engine in engines)
+            self.links.link(engines)
+            engines = self.links.present(engines)
+            stored_versions = {stored[engine] for engine in engines}
             delta = self.choice.wants_delta and stored_versions == {self.source.base_version()} != {-1}
-            has_frozen = self.engines_with_frozen.issuperset(engines) and -1 not in stored_versions
+            has_frozen = self.links.engines_with_frozen.issuperset(engines) and -1 not in stored_versions
             how = {"delta": delta, "keep": self.choice.wants_base, "with_frozen": not has_frozen}
             reports, stages, retries = self._push_and_verify(version, engines, **how)
             retries += self._commit(version, engines)
@@ -134,11 +121,8 @@ class RefitBridge:
                 delta=delta,
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
-                bucket_nbytes=max(
-                    bucket_memory([links.capacities for links in self.links.values()]),
-                    self.peers.bucket_memory(self.links),
-                ),
-                between_machines=sum(self.wire_shares.values()) / len(engines),
+                bucket_nbytes=self.links.bucket_nbytes(),
+                between_machines=sum(self.links.wire_shares[engine] for engine in engines) / len(engines),
                 retries=retries,
                 seconds=seconds,
                 stages=stages,
@@ -158,7 +142,7 @@ class RefitBridge:
         try:
             self.source.make_room()
             if self.sink.replace(engine, death, life):
-                self._forget(engine)
+                self.links.forget(engine)
                 try:
                     self._catch_up(engine)
                 finally:
@@ -167,101 +151,39 @@ class RefitBridge:
         finally:
             self._recovering.release()
 
+    def admit(self, engine: int) -> None:
+        """Take an engine that was started beside the others, without weights, into refits.
+
+        It gets the committed version now, or at the next refit, and prompts from then on. Where this fails, release it.
+        """
+        with self._recovering:
+            self.sink.enter(engine)
+            self._catch_up(engine)
+
+    def release(self, engine: int) -> None:
+        """Take an engine out of refits and close its links."""
+        with self._recovering:
+            try:
+                self.links.forget(engine)
+                self.links.disconnect(engine)
+            finally:
+                self.sink.leave(engine)
+
     def _catch_up(self, engine: int) -> None:
+        if not self.links.present([engine]):
+            return
         if self.source.updates() == self.sent_updates:  # else a step may be under way, which this would wait for
             with self.source.hold_weights():
                 if self.source.updates() == self.sent_updates:
-                    self._disconnect(engine)
-                    self._connect(engine)
+                    self.links.disconnect(engine)
+                    self.links.connect(engine)
                     self._push_and_verify(self.version, [engine])
                     self._commit(self.version, [engine])
                     return
-        self.stale.add(engine)
         if self.sent_updates >= 0:  # since then every engine has generated from the version
-            self._all_domains(engine)
-            self.peers.catch_up(engine, self.version, self.domains, verify=self.verify, replace=self._replace)
-
-    def _link(self, engines: Collection[int]) -> None:
-        """Link every engine to the trainer, or to the leader of its machine."""
-        changed, leaders = self.peers.assign_leaders(engines, self.domains, self.source.sources().domains)
-        unlinked = self.stale | changed
-        for engine in unlinked:
-            self._disconnect(engine)
-        self.engines_with_frozen |= unlinked & self.peers.reports.keys()
-        self.stale.clear()
-        for engine in sorted(engines, key=leaders.__contains__):
-            self._connect(engine, leaders.get(engine))
-
-    def _connect(self, engine: int, leader: int | None = None) -> None:
-        """Link an engine to its leader, or to the trainer. An engine that is found dead is started again."""
-        while engine not in self.direct_names:
-            sources = self.source.sources()
-            try:
-                if leader is not None:
-                    with self._deaths_as_engine_died():
-                        is_linked = self.peers.connect(leader, engine)
-                    leader = None
-                    if is_linked:
-                        self.direct_names[engine], self.wire_shares[engine] = self.peers.direct_names(engine), 0.0
-                    continue
-                with self._deaths_as_engine_died():
-                    stored = self.sink.stored_parts(engine)
-                domains = self._all_domains(engine)
-                if not domains[engine]:
-                    continue
-                links = plan(sources, stored, self.bucket_bytes, engine, domains)
-                self.wire_shares[engine] = cross_domain_share(links.routes, sources.domains, domains[engine])
-                self.links[engine] = links
-                addresses = self.source.offer(engine, links)
-                self.direct_names[engine] = self.peers.direct_names(engine)
-                with self._deaths_as_engine_died():
-                    self.sink.connect(engine, links, addresses)
-            except _EngineDied as died:
-                self._disconnect(engine)
-                self._replace(engine, died.death)
-            except BaseException:
-                self._disconnect(engine)
-                raise
-
-    def _replace(self, engine: int, death: Exception) -> None:
-        self.source.make_room()
-        self.sink.replace(engine, death)
-        self._forget(engine)
-
-    def _forget(self, engine: int) -> None:
-        """Forget what an engine had that was started again, and close the links of its followers."""
-        for follower in self.peers.forget(engine):
-            self._disconnect(follower)
-
-    def _all_domains(self, engine: int) -> list[list[str]]:
-        """Return the domains of all engines that the trainer sends to.
-
-        An engine that may be busy is asked only until it has answered once.
-        """
-        engines = range(self.sink.engine_count())
-        self.domains.pop(engine, None)
-        self.domains |= self.sink.domains([other for other in engines if other not in self.domains])
-        left_out = self.peers.leaders.keys() - {engine}
-        return [self.domains.get(other, []) if other not in left_out else [] for other in engines]
-
-    @contextmanager
-    def _deaths_as_engine_died(self) -> Iterator[None]:
-        """Raise an engine's death as _EngineDied: `is_death` may not tell it from the death of a trainer's rank."""
-        try:
-            yield
-        except Exception as error:
-            raise (_EngineDied(error) if self.sink.is_death(error) else error) from None
-
-    def _disconnect(self, engine: int, is_alive: bool = True) -> None:
-        self.engines_with_frozen.discard(engine)
-        if self.direct_names.pop(engine, None) is not None:
-            try:
-                self.peers.withdraw(engine)
-                if self.links.pop(engine, None) is not None:
-                    self.source.withdraw(engine)
-            finally:
-                if is_alive:
-                    self.sink.disconnect(engine)
+            self.links.find_domains(engine)
+            peers, replace = self.links.peers, self.links.replace
+            peers.catch_up(engine, self.version, self.links.domains, verify=self.verify, replace=replace)
 
     def _push_and_verify(
         self, version: int, engines: Collection[int], *, keep: bool = False, **how: bool
@@ -288,34 +210,31 @@ class RefitBridge:
 
         Return the reports of the ranks that sent, seconds by stage, and the engines that had to be retried.
         """
-        full_only = self._names_without_delta(engines) if how.get("delta") else frozenset[str]()
-        followers = [engine for engine in engines if engine in self.peers.links]
+        if not (engines := self.links.present(engines)):  # of one that died as it took its version
+            return [], {}, []
+        full_only = self.links.names_without_delta(engines) if how.get("delta") else frozenset[str]()
+        peers = self.links.peers
+        followers = [engine for engine in engines if engine in peers.links]
         reports, outcomes = self._attempt(version, [i for i in engines if i not in followers], full_only, **how)
         stages = {stage: max(report.seconds[stage] for report in reports) for stage in reports[0].seconds}
         retried = self._retry(version, outcomes, [])
-        loaded = self._record(outcomes)
-        if followers:
+        loaded = self.links.record(outcomes)
+        if followers := self.links.present(followers):
             start = time.perf_counter()
             for engine in followers:  # again, where a leader was started again
-                self._connect(engine, self.peers.leaders[engine])
-            passed, outcomes = self.peers.pass_on(version, followers, digests=self.verify != "off", **how)
+                self.links.connect(engine, peers.leaders[engine])
+            passed, outcomes = peers.pass_on(version, followers, digests=self.verify != "off", **how)
             stages["pass_on"] = time.perf_counter() - start
             retried += self._retry(version, outcomes, retried)
-            loaded |= self._record(outcomes)
+            loaded |= self.links.record(outcomes)
             reports = [*reports, *passed]
+        engines = self.links.present(engines)
         behind = [engine for engine in engines if engine not in loaded or loaded[engine].version != version]
-        if behind or not loaded:
+        if behind:
             raise RefitError(f"refit {version}: engines {behind} did not load it")
-        stages["load"] = max(report.seconds for report in loaded.values())
-        stages["verify"] = max(report.verify_seconds for report in loaded.values())
+        stages["load"] = max((report.seconds for report in loaded.values()), default=0.0)
+        stages["verify"] = max((report.verify_seconds for report in loaded.values()), default=0.0)
         return reports, stages, retried
-
-    def _record(self, outcomes: dict[int, LoadReport | Exception]) -> dict[int, LoadReport]:
-        loaded = {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, LoadReport)}
-        self.direct_names |= {i: report.direct_names for i, report in loaded.items() if i in self.direct_names}
-        self.engines_with_frozen |= loaded.keys()
-        self.peers.record(loaded, self.links)
-        return loaded
 
     def _retry(self, version: int, outcomes: dict[int, LoadReport | Exception], earlier: Collection[int]) -> list[int]:
         """Have the trainer send the whole version to engines that failed; return them, and change their outcomes.
@@ -326,18 +245,19 @@ class RefitBridge:
         for engine, failure in failed.items():
             if engine in earlier:
                 raise RefitError(f"refit {version}: engine {engine} failed twice: {failure}")
-            self._disconnect(engine, is_alive=not self.sink.is_death(failure))
+            self.links.disconnect(engine, is_alive=not self.sink.is_death(failure))
             if self.sink.is_death(failure):
-                self._replace(engine, failure)
-        if failed:
-            for engine in failed:
-                self._connect(engine)
-            _, second_outcomes = self._attempt(version, failed.keys())
+                self.links.replace(engine, failure)
+        for engine in failed:
+            self.links.connect(engine)
+        again = self.links.present(failed)
+        if again:
+            _, second_outcomes = self._attempt(version, again)
             for engine, outcome in second_outcomes.items():
                 if isinstance(outcome, Exception):
                     raise RefitError(f"refit {version}: engine {engine} failed twice: {outcome}") from failed[engine]
             outcomes |= second_outcomes
-        return list(failed)
+        return again
 
     def _attempt(
         self,
@@ -350,9 +270,9 @@ class RefitBridge:
         compare: bool = False,
         with_frozen: bool = True,
     ) -> tuple[list[SendReport], dict[int, LoadReport | Exception]]:
-        """Have the trainer send a version to these engines.
+        """Have the trainer send a version to these engines, which are linked to it.
 
-        full_only: names of the tensors of which some engine takes no delta
+        full_only: names of the tensors of which no delta may be sent
         """
         digests, finishing = self.verify != "off", False
         try:
@@ -361,7 +281,7 @@ class RefitBridge:
             outcomes = dict(self.sink.load(version, engines, digests, compare, with_frozen))
             for engine, outcome in outcomes.items():
                 if isinstance(outcome, Exception):  # or the trainer would wait for an engine that hangs
-                    self._disconnect(engine, is_alive=not self.sink.is_death(outcome))
+                    self.links.disconnect(engine, is_alive=not self.sink.is_death(outcome))
             finishing = True
             reports = self.source.finish_push()
             broken = {engine: why for report in reports for (engine, _), why in report.failed.items()}
@@ -370,7 +290,8 @@ class RefitBridge:
             return reports, outcomes
         except BaseException:
             for engine in engines:  # their links may hold messages of this version
-                self._disconnect(engine)
+                with suppress(Exception):  # where the trainer is dead, each engine closes its own end all the same
+                    self.links.disconnect(engine)
             if not finishing:
                 with suppress(Exception):  # some ranks may have begun to send; their links are closed now
                     self.source.finish_push()
@@ -381,6 +302,8 @@ class RefitBridge:
 
         Afterwards all of the engines generate, or none.
         """
+        if not (engines := self.links.present(engines)):
+            return 0
         with self._all_or_none(engines):
             try:
                 self.sink.commit(version, engines)
@@ -391,11 +314,11 @@ class RefitBridge:
                 death = failure
             lost = [engine for engine, stored in self.sink.fence(engines).items() if stored != version]
             for engine in lost:
-                self._disconnect(engine)
-                self._replace(engine, death)
-                self._connect(engine)
-            if lost:
-                self._push_and_verify(version, lost)
+                self.links.disconnect(engine)
+                self.links.replace(engine, death)
+                self.links.connect(engine)
+            self._push_and_verify(version, lost)
+            engines = self.links.present(engines)
             self.sink.commit(version, engines)  # again: an engine that has the version may not have got the first call
             return len(lost)
 
@@ -409,10 +332,16 @@ class RefitBridge:
                 self.sink.fence(engines)
             raise
 
-    def _names_without_delta(self, engines: Collection[int]) -> frozenset[str]:
-        """Return the names of the tensors of which some engine takes no delta."""
-        deltas = frozenset.intersection(*(self.direct_names.get(engine, frozenset()) for engine in engines))
-        return self.source.sources().names - deltas
+    @contextmanager
+    def _unfenced_if_untouched(self) -> Iterator[None]:
+        """Let engines generate from the last version again where the block fails and has not begun to change them."""
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):
+                stored = self.sink.fence(self.sink.present_engines())
+                self.sink.commit(self.version, [e for e, version in stored.items() if version == self.version >= 0])
+            raise
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -422,9 +351,3 @@ class RefitBridge:
             yield
         finally:
             self._refitting.release()
-
-
-class _EngineDied(Exception):
-    def __init__(self, death: Exception) -> None:
-        super().__init__(str(death))
-        self.death = death

@@ -1,6 +1,19 @@
 """The interface of a refit to its two sides: the trainer (`WeightSource`) and the engines (`WeightSink`).
 
 `policy.rank_group` and `generation.engine_pool` implement it; `RefitBridge` calls it.
+
+The driver takes its locks in this order, and never in another:
+
+    1. RefitBridge._refitting    for a whole refit; a second refit is refused, it does not wait
+    2. RefitBridge._recovering   for a whole refit, for one recovery, or while one engine joins or leaves
+    3. MegatronPolicy.weights_lock   `WeightSource.hold_weights`; a training step takes it as well
+    4. EnginePool.replacing      while an engine is started again, or the lives of the engines are compared
+    5. EngineClient.counting     for counts of prompts; nothing is waited for
+
+Under 1 to 3 a refit also waits, in `fence`, until the threads that read answers have finished; with updates in flight
+it does not. So a thread that reads answers must not wait for lock 2: it reports a death with wait=False, and again with
+wait=True after its answers.
+RemoteEnginePool.first_version is taken alone.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -68,7 +81,17 @@ class WeightSink(Protocol):
         """Call `recover` for every engine that is found dead between refits."""
         ...
 
-    def engine_count(self) -> int: ...
+    def present_engines(self) -> list[int]:
+        """Return the engines that take part in refits, in order. Fewer, where `replace` leaves a place empty."""
+        ...
+
+    def enter(self, engine: int) -> None:
+        """Have an engine that was started beside the others take part in refits. It has prompts from its commit on."""
+        ...
+
+    def leave(self, engine: int) -> None:
+        """Have an engine take part in nothing any more."""
+        ...
 
     def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
         """Return the parts that each rank of an engine stores."""
@@ -96,6 +119,8 @@ class WeightSink(Protocol):
     ) -> Mapping[int, LoadReport | Exception]:
         """Have engines load what is sent. Return the report, or the failure, of each engine.
 
+        Nothing but this call changes what an engine has in memory; from its beginning `fence` returns -1 for it.
+
         verify:   compare the digest of every piece with the trainer's
         compare:  write nothing, compare what arrives with the engine's memory
         with_frozen: tensors that the trainer never changes come as well
@@ -120,6 +145,8 @@ class WeightSink(Protocol):
 
     def replace(self, engine: int, death: Exception, life: int | None = None) -> bool:
         """Start a dead engine again, without weights. Return False where another thread has done so since that life.
+
+        Where enough other engines have prompts, its place is left empty instead, and the engine is no longer present.
 
         life:    the life in which the engine was reported dead; prompts then avoid the engine until `readmit`. None:
                  the life that the last `fence` saw

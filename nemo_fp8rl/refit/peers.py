@@ -100,6 +100,9 @@ class Peers:
 
         Raises: what the sink raises where the engine died
         """
+        if reason := self.reason_against(source):
+            logger.warning("engine %d cannot be linked to engine %d: %s", engine, source, reason)
+            return False
         routes = self.routes[source]
         ranks = range(len(routes))
         share = self.bucket_bytes // (2 * max(1, list(self.leaders.values()).count(source)))
@@ -194,14 +197,14 @@ class Peers:
         domains: Mapping[int, Sequence[str]],
         *,
         verify: Verify,
-        replace: Callable[[int, Exception], None],
+        replace: Callable[[int, Exception], bool],
     ) -> bool:
         """Bring an engine without a version to the committed one, from another engine, and commit it.
 
         Return False where no engine could give it. The log says which did, and why others could not.
 
         domains: of each engine; engines on the machine of this one come first
-        replace: starts this engine again where it dies; a second death is raised
+        replace: starts this engine again where it dies; False: it leaves. A second death is raised
         """
         machine, deaths = domains.get(engine, ()), 0
         sources = [source for source, report in self.reports.items() if report.version == version and source != engine]
@@ -216,7 +219,8 @@ class Peers:
                 deaths += 1
                 if deaths > 1 or not self.sink.is_death(death):
                     raise
-                replace(engine, death)
+                if not replace(engine, death):
+                    return False
                 continue
             how = "got" if not reason else f"could not get ({reason})"
             logger.warning("engine %d %s version %d from engine %d", engine, how, version, source)

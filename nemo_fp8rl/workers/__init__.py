@@ -47,6 +47,7 @@ def start_workers(
     processes: int = 1,
     colocated_with: Workers | None = None,
     max_concurrency: int = 1,
+    places: int = 0,
 ) -> Workers:
     """Start workers on the cluster's backend, with the role's `env_vars` in their environment.
 
@@ -56,9 +57,10 @@ def start_workers(
     colocated_with:  workers whose nodes and GPUs the new ones share: worker 0 those of the first `processes` of them,
                      and so on
     max_concurrency: calls that a worker in its own process serves at once, each in a thread
+    places:          places for workers, where more than `count` may be started later (`Workers.restart`)
     """
     if cfg.cluster.backend == "in_process":
         assert count == 1  # config/validate/recipe.py
         return InProcessWorker(worker_class, cfg)
     locations = colocated_with.locations if isinstance(colocated_with, RayWorkers) else None
-    return RayWorkers(worker_class, role, count, cfg, processes, locations, max_concurrency)
+    return RayWorkers(worker_class, role, count, cfg, processes, locations, max_concurrency, places)

@@ -64,6 +64,9 @@ class InProcessWorker(Workers):
     def end(self, index: int) -> None:
         """Do nothing: the worker's process is this one."""
 
+    def retire(self, index: int) -> None:
+        self.worker.shutdown()
+
     def restart(self, index: int) -> None:
         self.worker.shutdown()
         self.worker = self.worker_class()

@@ -27,7 +27,7 @@ ADVICE_AT_RESTART = "its node may be gone; bring it up, then continue with --res
 
 
 class RayWorkers(Workers):
-    """One Ray actor per worker.
+    """One Ray actor per worker. The places after the first `count` are empty at first.
 
     At first the workers are numbered node by node, so that workers that split a matrix share a node if it has room.
     """
@@ -41,27 +41,30 @@ class RayWorkers(Workers):
         processes: int,
         shared_locations: Sequence[Location] | None = None,
         max_concurrency: int = 1,
+        places: int = 0,
     ) -> None:
         connect(cfg.num_cpus)
         import ray
 
-        self.role, self.count, self.most_lives = role, count, cfg.cluster.max_engine_restarts
+        places = max(places, count)
+        self.role, self.count, self.most_lives = role, places, cfg.cluster.max_engine_restarts
         self.timeout = cfg.cluster.engine_timeout_seconds
         if shared_locations is None:
-            options = [exclusive_options(worker_class, role, count, processes)] * count
+            options = [exclusive_options(worker_class, role, count, processes)] * places
         else:
             groups = [shared_locations[i * processes : (i + 1) * processes] for i in range(count)]
             options = [colocated_options(group) for group in groups]
         self.options = [add_env_vars(actor_options, env_vars(role, cfg)) for actor_options in options]
         self.actor_class = ray.remote(max_concurrency=max_concurrency)(worker_class)
         run = secrets.token_hex(4)
-        self.names, self.lives = [f"{role}-{run}-{i}" for i in range(count)], [0] * count
-        self.actors = [self._start_actor(i) for i in range(count)]
+        self.names, self.lives = [f"{role}-{run}-{i}" for i in range(places)], [0] * places
+        self.actors: list[Any] = [self._start_actor(i) for i in range(count)]  # None for one that was never started
         with shutdown_on_error(self):
             locations = [self._enter_folder(i, ADVICE_AT_START) for i in range(count)]
         order = sorted(range(count), key=locations.__getitem__)
         self.locations: list[Location] = [locations[i] for i in order]
-        self.actors, self.names = [self.actors[i] for i in order], [self.names[i] for i in order]
+        self.actors = [self.actors[i] for i in order] + [None] * (places - count)
+        self.names[:count] = [self.names[i] for i in order]
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[Any]:
         import ray
@@ -84,6 +87,8 @@ class RayWorkers(Workers):
     ) -> dict[int, Any]:
         import ray
 
+        if not arguments:
+            return {}
         references = {i: self._submit(i, method, *values) for i, values in arguments.items()}
         done, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=timeout)
         return {
@@ -120,8 +125,16 @@ class RayWorkers(Workers):
 
         ray.kill(self.actors[index])
 
-    def restart(self, index: int) -> None:
+    def retire(self, index: int) -> None:
+        import ray
+
+        with suppress(Exception):  # of an actor that is gone
+            ray.wait([self._submit(index, "shutdown")], timeout=SHUTDOWN_SECONDS)
         self.end(index)
+
+    def restart(self, index: int) -> None:
+        if self.actors[index] is not None:
+            self.end(index)
         self.lives[index] += 1
         self.actors[index] = self._start_actor(index)
         self._enter_folder(index, ADVICE_AT_RESTART)
@@ -144,14 +157,15 @@ class RayWorkers(Workers):
     def shutdown(self) -> None:
         import ray
 
+        started = [i for i, actor in enumerate(self.actors) if actor is not None]
         try:
             if self.role == "generation":
                 with suppress(Exception):  # of an actor that is gone
-                    references = [self._submit(i, "shutdown") for i in range(self.count)]
-                    ray.wait(references, num_returns=self.count, timeout=SHUTDOWN_SECONDS)
+                    references = [self._submit(i, "shutdown") for i in started]
+                    ray.wait(references, num_returns=len(references), timeout=SHUTDOWN_SECONDS)
         finally:
-            for actor in self.actors:
-                ray.kill(actor)
+            for i in started:
+                self.end(i)
 
     def _name(self, index: int, life: int) -> str:
         return f"{self.names[index]}-{life}"

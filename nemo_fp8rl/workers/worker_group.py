@@ -20,7 +20,7 @@ class WorkerDied(RuntimeError):
 
 
 class Workers(Protocol):
-    """A fixed number of workers of one class. count: the number."""
+    """Workers of one class, at a fixed number of places, of which some may be empty. count: the number of places."""
 
     count: int
 
@@ -59,8 +59,12 @@ class Workers(Protocol):
         """End the process of a worker that counts as dead; it may still have memory, or be gone already."""
         ...
 
+    def retire(self, index: int) -> None:
+        """End a worker in order, by its `shutdown`; its place is then empty."""
+        ...
+
     def restart(self, index: int) -> None:
-        """Replace a worker that died by a new one, which is not set up."""
+        """Replace a worker that died, or fill an empty place, by a new worker, which is not set up."""
         ...
 
     def ask(self, index: int, method: str, within: float) -> Any:

@@ -91,7 +91,7 @@ class Pair:
 
     def refit_without(self, name: str) -> None:
         """Try the next version without one tensor: refused by name, and the engine then waits for a refit."""
-        self.bridge._disconnect(0)
+        self.bridge.links.disconnect(0)
         sources = self.policy.sources()
         (parts,) = sources.holdings
         self.policy._sources = Sources([[part for part in parts if part.name != name]])

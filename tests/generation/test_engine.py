@@ -320,7 +320,7 @@ def load_as_on_a_gpu(pair, change: Callable[[Tensor], Any] = lambda payload: Non
     with ScalarReads() as reads:
         *_, refusal = worker.nemo_fp8rl_load(version, True, False, True)
     pair.worker.finish_push()
-    pair.bridge._disconnect(0)
+    pair.bridge.links.disconnect(0)
     return refusal, sum(seen), len(seen), reads.count
 
 

@@ -23,7 +23,6 @@ from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.vllm_version import vllm_version
 from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.data.tokenizer import PromptTokenizer
-from nemo_fp8rl.generation import vllm_sockets
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.engine_client import EngineClient
 from nemo_fp8rl.generation.engine_pool import EnginePool
@@ -32,7 +31,7 @@ from nemo_fp8rl.policy.rank_group import MegatronPolicy
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.train import refit_or_stop
-from nemo_fp8rl.workers import WorkerDied
+from nemo_fp8rl.workers import WorkerDied, vllm_sockets
 from tests.conftest import RECIPES
 from tests.generation.far_trainer import FarTrainer, die_in_the_next_refit, move_weights
 from tests.generation.pair import FREE, TEXTS, outputs

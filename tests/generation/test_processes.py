@@ -9,8 +9,9 @@ import pytest
 from nemo_fp8rl.commands.tiny_model import make_tiny
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.config.recipe import load
-from nemo_fp8rl.generation import engine_checks, vllm_sockets
+from nemo_fp8rl.generation import engine_checks
 from nemo_fp8rl.generation.engine import VllmEngine
+from nemo_fp8rl.workers import vllm_sockets
 from tests.conftest import RECIPES, SMALL
 from tests.generation.pair import FREE, GREEDY, Pair, outputs, tiny_pair
 

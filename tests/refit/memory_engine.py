@@ -314,8 +314,8 @@ class MemoryEngines:
         self.machines: Sequence[str] = ()
         """The domain of each engine, where that is to be another than this machine's."""
 
-    def engine_count(self) -> int:
-        return len(self.engines)
+    def present_engines(self) -> list[int]:
+        return list(range(len(self.engines)))
 
     def stored_parts(self, engine: int) -> list[Sequence[TensorPart]]:
         self._alive("stored", engine)

@@ -518,7 +518,7 @@ def test_damage_twice_is_refused_and_the_next_refit_works(make, change, damaged,
     run.bridge.refit()
     run.engines.wrap = damaging(damaged, 2, change)
     for engine in (0, 1):
-        run.bridge._disconnect(engine)
+        run.bridge.links.disconnect(engine)
     run.step()
     run.refused(rf"refit 1: engine {min(damaged)} failed twice: refit 1: .")
     run.step()
@@ -720,7 +720,7 @@ def test_a_link_that_ended_needs_no_collector_to_be_let_go_of(make):
         ends = [weakref.ref(end.result()) for rank in run.trainer.ranks for end in rank.link_ends.values()]
         assert len(ends) > 1
         for engine in range(2):
-            run.bridge._disconnect(engine)
+            run.bridge.links.disconnect(engine)
         assert [end for end in ends if end() is not None] == []
     finally:
         gc.enable()
@@ -854,7 +854,7 @@ def test_before_the_first_version_and_after_a_failed_one_there_is_nothing_to_cat
     assert run.fenced()
     run.bridge.refit()
     run.engines.wrap = damaging({0}, 2, flip)
-    run.bridge._disconnect(0)
+    run.bridge.links.disconnect(0)
     run.refused("failed twice")
     run.engines.kill_and_restart(1)
     assert run.fenced()
@@ -901,7 +901,7 @@ def test_a_refit_that_makes_links_says_nothing_of_speed(make):
     known = dict(run.bridge.choice.seconds)
     assert known.keys() == {"full", "delta"}
     run.engines.kill_and_restart(1)
-    run.bridge._disconnect(1)
+    run.bridge.links.disconnect(1)
     assert run.bridge.refit().retries == 0
     assert run.bridge.choice.seconds == known
 

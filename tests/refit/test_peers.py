@@ -187,7 +187,7 @@ def test_after_a_failed_refit_no_peer_gives(make):
     run = make()
     run.bridge.refit()
     run.engines.wrap = lambda engine, rank, end: Tampered(end, flip) if engine == 0 else end
-    run.bridge._disconnect(0)
+    run.bridge.links.disconnect(0)
     run.step()
     run.refused("failed twice")
     run.engines.kill_and_restart(1)
@@ -251,7 +251,7 @@ def test_leaders_are_of_machines_without_the_trainer_alone(make):
     run = faked(make, "atabtb")
     run.step()
     report = run.bridge.refit()
-    assert run.bridge.peers.leaders == {2: 0, 5: 3}
+    assert run.bridge.links.peers.leaders == {2: 0, 5: 3}
     assert sorted(run.engines.gifts) == [(0, 1, [2], False), (3, 1, [5], False)]
     assert (run.trainer.pushes[-1]["engines"], report.between_machines) == ([0, 1, 3, 4], 2 / 6)
     assert run.holds()
@@ -280,7 +280,7 @@ def test_a_leader_that_dies_is_replaced_and_its_followers_get_the_version(make, 
         run.step()
         assert run.bridge.refit().retries == 0
         assert run.holds()
-    assert len(run.bridge.peers.leaders) == 2
+    assert len(run.bridge.links.peers.leaders) == 2
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
@@ -374,5 +374,5 @@ def test_a_joiner_of_a_machine_is_caught_up_by_its_neighbour(make, caplog):
     run.engines.kill_and_restart(1)
     assert caplog.messages == ["engine 1 got version 1 from engine 2"]
     run.bridge.refit()
-    assert len(run.bridge.peers.leaders) == 1
+    assert len(run.bridge.links.peers.leaders) == 1
     assert run.holds()

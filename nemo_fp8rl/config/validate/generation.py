@@ -20,6 +20,30 @@ def check_colocated(cfg: Config) -> None:
         )
 
 
+def check_elasticity(cfg: Config) -> None:
+    """Raise UserError for numbers of engines that contradict each other, or that this recipe's engines cannot have."""
+    cluster = cfg.cluster
+    least, first, most = cluster.least_engines, cluster.generation_engines, cluster.most_engines
+    if not least <= first <= most:
+        raise UserError(
+            f"cluster.generation_engines={first} is not between cluster.min_generation_engines={least} and "
+            f"cluster.max_generation_engines={most}: change one of them"
+        )
+    if least == most:
+        return
+    keys = f"cluster.min_generation_engines={least} and cluster.max_generation_engines={most}"
+    fixes = {
+        "cluster.backend=ray": cluster.backend == "in_process",
+        "policy.generation.colocated.enabled=false": cfg.policy.generation.colocated.enabled,
+        "policy.generation.vllm_cfg.sleep_level=0": cfg.policy.generation.vllm_cfg.sleep_level > 0,
+    }
+    if due := [fix for fix, is_due in fixes.items() if is_due]:
+        raise UserError(
+            f"{keys}: engines that join and leave need processes, and memory, of their own: set {' and '.join(due)}, "
+            "or leave both keys out"
+        )
+
+
 def check_updates_in_flight(cfg: Config) -> None:
     key, vllm_cfg = "grpo.async_grpo.in_flight_weight_updates=true", cfg.policy.generation.vllm_cfg
     if not vllm_cfg.async_engine:

@@ -9,7 +9,7 @@ from nemo_fp8rl.algorithms.loss_config import resolve_correction
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.common.secret_variables import has_password, looks_secret
 from nemo_fp8rl.config.schema import Config
-from nemo_fp8rl.config.validate.generation import check_colocated, check_updates_in_flight
+from nemo_fp8rl.config.validate.generation import check_colocated, check_elasticity, check_updates_in_flight
 from nemo_fp8rl.config.validate.hints import check_hints
 from nemo_fp8rl.config.validate.training import check_training, lookup
 from nemo_fp8rl.config.validate.trajectories import check_trajectories
@@ -50,6 +50,8 @@ def check(cfg: Config, has_rollouts: bool = True) -> None:
             "nemo_fp8rl.kv=rollout says what the trainer makes of an FP8 KV cache or of a window, and there is none: "
             "set policy.generation.vllm_cfg.kv_cache_dtype=fp8 or kv_window, or leave nemo_fp8rl.kv out"
         )
+    if has_rollouts:
+        check_elasticity(cfg)
     if cfg.cluster.backend == "in_process" and (cfg.cluster.train_ranks, cfg.cluster.generation_engines) != (1, 1):
         raise UserError(
             "cluster.train_ranks and cluster.generation_engines above 1 need processes of their own: set "

@@ -11,7 +11,6 @@ from typing import Any
 from nemo_fp8rl.common.errors import UserError
 from nemo_fp8rl.data.tokenizer import tokenizer_errors
 from nemo_fp8rl.generation.engine_checks import check_for_driver
-from nemo_fp8rl.generation.vllm_sockets import shorten_default
 from nemo_fp8rl.hf.hub import checkpoint_folder
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.nemo_rl.compat import PREPARE_PROCESS, completed_steps, finish_checkpoints, prepare
@@ -44,6 +43,7 @@ from nemo_fp8rl.workers import (
     require_token,
     shorten_folder,
 )
+from nemo_fp8rl.workers.vllm_sockets import shorten_default
 
 STOP_AT = "NEMO_FP8RL_STOP_AT"
 """Variable: the time by which a run must have saved, in seconds since 1970. `launch slurm` sets it per attempt."""

@@ -61,7 +61,7 @@ def answer(pair: Pair, change: Callable[[Tensor], str] | None = None, *, later: 
     pair.worker.start_push(version, [0], frozenset(), {"digests": True})
     *_, refusal = worker.nemo_fp8rl_load(version, True, compare, True)
     pair.worker.finish_push()
-    pair.bridge._disconnect(0)
+    pair.bridge.links.disconnect(0)
     return refusal
 
 
@@ -120,7 +120,7 @@ def test_without_a_link_there_is_no_version(pair):
     worker.nemo_fp8rl_disconnect()
     *_, refusal = worker.nemo_fp8rl_load(pair.bridge.version + 1, True, False, True)
     assert refusal == "this engine has no link to a trainer"
-    pair.bridge._disconnect(0)
+    pair.bridge.links.disconnect(0)
 
 
 def test_a_piece_without_its_digest_is_refused_where_digests_are_verified(pair):

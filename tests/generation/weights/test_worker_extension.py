@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from nemo_fp8rl.common.errors import UserError
-from nemo_fp8rl.generation import vllm_sockets
 from nemo_fp8rl.generation.core import AsyncCore, Request, SteppedCore
 from nemo_fp8rl.generation.engine import VllmEngine
-from nemo_fp8rl.workers import WorkerDied
+from nemo_fp8rl.workers import WorkerDied, vllm_sockets
 from tests.generation.pair import GREEDY
 
 
