@@ -9,10 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.message import Content, Encoding
 from nemo_fp8rl.refit.receiver.piece_receiver import ReceivedPiece
 from nemo_fp8rl.refit.reports import SendReport
 from nemo_fp8rl.refit.sender.sending_rank import SendingRank
@@ -24,14 +25,14 @@ class PeerSource:
 
     device:  the device of the weights
     digests: by piece, the digest that came with it; empty where nothing is verified
-    deltas:  by piece, the delta that came with the last load, if other engines were linked then
+    deltas:  by piece, (encoding, payload) of the delta that came with the last load, if other engines were linked then
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rank: SendingRank[StoredSender] | None = None
         self.digests: dict[PieceKey, str] = {}
-        self.deltas: dict[PieceKey, bytes] = {}
+        self.deltas: dict[PieceKey, tuple[Encoding, Tensor]] = {}
 
     def begin_load(self, with_frozen: bool) -> None:
         """Forget what a load is about to replace."""
@@ -45,8 +46,9 @@ class PeerSource:
         key = item.part.name, item.part.region
         if item.digest:
             self.digests[key] = item.digest
-        if item.encoded and self.rank is not None:
-            self.deltas[key] = item.encoded
+        if item.entry is not None and self.rank is not None:
+            encoding, payload = item.entry
+            self.deltas[key] = encoding, payload.clone()
 
     def offer(
         self,

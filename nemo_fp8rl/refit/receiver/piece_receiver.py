@@ -14,7 +14,7 @@ from nemo_fp8rl.fp8.block_scaled import scale_values
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Header, scales_of
+from nemo_fp8rl.refit.message import Content, Encoding, Header, scales_of
 from nemo_fp8rl.refit.receiver.module_order import ModuleOrder
 from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport import link_threads
@@ -27,7 +27,7 @@ class ReceivedPiece(NamedTuple):
     part:      the piece
     content:   views that are valid until the next piece is requested; None for a delta
     delta:     the changes to the last version's data; None for a full piece
-    encoded:   the delta's bytes on the wire; empty for a full piece
+    entry:     (encoding, payload), as the delta came; None for a full piece
     scales:    (block scales, global scale) of a quantized piece, full or delta, as in `Content`
     digest:    the digest of the content that the trainer sent, or empty
     """
@@ -37,7 +37,7 @@ class ReceivedPiece(NamedTuple):
     delta: Delta | None
     scales: tuple[Tensor | None, Tensor | None]
     digest: str
-    encoded: bytes = b""
+    entry: tuple[Encoding, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,11 @@ class _RouteProgress:
             return ReceivedPiece(part, content, None, scales, digest)
         scales = scales_of(part, data)
         self._check_scales(part, *scales)
-        encoded = data[part.scale_bytes :].cpu().numpy().tobytes()
         try:
-            delta = Delta.decode(encoded, part.data_bytes)
+            delta = Delta.decode(data[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
-        return ReceivedPiece(part, None, delta, scales, digest, encoded)
+        return ReceivedPiece(part, None, delta, scales, digest, ("delta", data))
 
     def _check_scales(self, part: TensorPart, scale_inv: Tensor | None, global_scale: Tensor | None) -> None:
         text = f"refit {self.version}: {part.name} has a scale that is not finite"

@@ -9,11 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.refit.deferred_checks import PendingDigest
 from nemo_fp8rl.refit.manifest import TensorPart
-from nemo_fp8rl.refit.message import Content, scales_of
+from nemo_fp8rl.refit.message import Content, Encoding
 from nemo_fp8rl.refit.reports import LinkId, SendReport
 from nemo_fp8rl.refit.sender.push import Link, Piece, Push
 
@@ -34,7 +35,7 @@ class StoredSender:
         links: Mapping[LinkId, Link],
         *,
         digests: Mapping[PieceKey, str] = MappingProxyType({}),
-        deltas: Mapping[PieceKey, bytes] = MappingProxyType({}),
+        deltas: Mapping[PieceKey, tuple[Encoding, Tensor]] = MappingProxyType({}),
         with_frozen: bool = True,
         **_: Any,
     ) -> SendReport:
@@ -42,7 +43,7 @@ class StoredSender:
 
         weights: the parts that the rank stores, and views of each in memory
         digests: by piece, what the trainer sent; empty where nothing is verified
-        deltas:  by piece, the delta to this version (`Delta.encode`); every sink has the version before it
+        deltas:  by piece, (encoding, payload) of the delta as it came; every sink has the version before it
         with_frozen: send tensors that never change; every sink has them otherwise
         """
         push = Push(version, links, with_frozen)
@@ -51,25 +52,24 @@ class StoredSender:
                 for piece in push.pieces.pop(part.name, ()):
                     key = part.name, piece.part.region
                     stored = content.cut(part, piece.part.region)
-                    self._send_piece(push, piece, stored, digests.get(key, ""), deltas.get(key))
+                    self._send_piece(push, piece, stored, PendingDigest(digests.get(key, "")), deltas.get(key))
             assert not push.pieces, f"the engine did not hand out {sorted(push.pieces)[0]}"
             push.finish()
         finally:
             push.writers.clear()  # they refer to `push`, and a closed link must not wait for Python's collector
         return push.report
 
-    def _send_piece(self, push: Push, piece: Piece, stored: Content, digest: str, delta: bytes | None) -> None:
-        part = piece.part
-        nbytes = part.nbytes if delta is None else part.scale_bytes + len(delta)
+    def _send_piece(
+        self, push: Push, piece: Piece, stored: Content, digest: PendingDigest, delta: tuple[Encoding, Tensor] | None
+    ) -> None:
+        encoding, payload = delta or ("full", None)
+        nbytes = piece.part.nbytes if payload is None else payload.nbytes
         if (entry := push.reserve(piece, nbytes)) is None:
             return
         with push.report.time_stage("encode"):
-            scales = zip(scales_of(part, entry), (stored.scale_inv, stored.global_scale), strict=True)
-            for place, values in scales:
-                if place is not None and values is not None:
-                    place.copy_(values)
-            if delta is None:
-                Content.of(part, entry).data.copy_(stored.data)
+            if payload is not None:
+                entry.copy_(payload)
             else:
-                entry[part.scale_bytes :] = torch.frombuffer(bytearray(delta), dtype=torch.uint8)
-        push.add(piece, entry, "full" if delta is None else "delta", PendingDigest(digest))
+                for place, values in zip(Content.of(piece.part, entry).tensors, stored.tensors, strict=True):
+                    place.copy_(values)
+        push.add(piece, entry, encoding, digest)
