@@ -157,10 +157,10 @@ class MegatronPolicy:
         versions = set(self._call_senders("base_version"))
         return versions.pop() if len(versions) == 1 else -1
 
-    @_lock_weights
     def make_room(self) -> None:
-        if self.has_offload:
-            self._call_ranks("offload_after_refit", dict.fromkeys(range(self.ranks.count), ()))
+        if self.has_offload:  # else an engine is started while a step is taken
+            with self.hold_weights():
+                self._call_ranks("offload_after_refit", dict.fromkeys(range(self.ranks.count), ()))
 
     def offer(self, engine: int, links: Links) -> Addresses:
         arguments = {

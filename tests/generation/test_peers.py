@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -122,16 +123,40 @@ def run(tiny_overrides):
 
 
 def test_a_killed_engine_is_brought_back_by_its_peer_after_the_trainer_stepped(run, caplog):
+    """The peer answers meanwhile."""
+    run.refit()
+    before, meanwhile, is_back = run.answers(0), [], Event()
+
+    def ask() -> None:
+        while not is_back.is_set():
+            meanwhile.append(run.answers(0))
+
+    asking = Thread(target=ask)
+    run.step()
+    asking.start()
+    run.kill_the_second()
+    is_back.set()
+    asking.join()
+    version = run.bridge.version
+    assert caplog.messages[-1] == f"engine 1 got version {version} from engine 0"
+    assert [engine.policy_version for engine in run.engines] == [version] * 2
+    assert run.answers(1) == before
+    assert len(meanwhile) > 2 and all(answers == before for answers in meanwhile)
+    run.refit()
+    assert run.answers(1) == run.answers(0) != before
+
+
+@pytest.mark.long
+def test_ranks_of_tensor_parallel_engines_give_each_to_its_like(tiny_overrides):
+    run = Run((*tiny_overrides, ASYNC, "policy.generation.vllm_cfg.tensor_parallel_size=2"))
     run.refit()
     before = run.answers(0)
     run.step()
     run.kill_the_second()
-    version = run.bridge.version
-    assert caplog.messages[-1] == f"engine 1 got version {version} from engine 0"
-    assert [engine.policy_version for engine in run.engines] == [version] * 2
     assert run.answers(1) == run.answers(0) == before
     run.refit()
     assert run.answers(1) == run.answers(0) != before
+    run.close()
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
