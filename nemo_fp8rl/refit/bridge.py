@@ -164,14 +164,14 @@ class RefitBridge:
         with self._recovering:
             self.sink.enter(engine)
             self._catch_up(engine)
+            with self.source.hold_weights():
+                self._connect(engine)  # also one that waits for the next refit, in which all others would wait for that
 
     def release(self, engine: int) -> None:
         """Take an engine out of refits and close its links."""
         with self._recovering:
-            try:
-                self._forget(engine)
-            finally:
-                self.sink.leave(engine)
+            self.sink.leave(engine)
+            self._forget(engine)
 
     def _catch_up(self, engine: int) -> None:
         self._forget(engine)
