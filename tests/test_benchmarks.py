@@ -23,6 +23,7 @@ ARGUMENTS = {
     "checkpoint": ["--layers", "1", "--rounds", "1", "--json", "{}/figures.json"],
     "formats": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
     "grad_reduce": ["--dry-run", "--folder", "{}/runs", "--json", "{}/figures.json"],
+    "elastic": ["--dry-run", "--json", "{}/figures.json"],
     "float16": ["--steps", "1", "--seeds", "1", "--folder", "{}"],
     "links": ["--bucket-mib", "1", "--buckets", "3", "--json", "{}/figures.json"],
     "in_flight": ["--dry-run", "--json", "{}/figures.json"],

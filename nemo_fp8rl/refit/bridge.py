@@ -159,15 +159,16 @@ class RefitBridge:
         with self._recovering:
             self.sink.enter(engine)
             self._catch_up(engine)
+            with self.source.hold_weights():
+                self.links.connect(
+                    engine
+                )  # also one that waits for the next refit, in which all others would wait for that
 
     def release(self, engine: int) -> None:
         """Take an engine out of refits and close its links."""
         with self._recovering:
-            try:
-                self.links.forget(engine)
-                self.links.disconnect(engine)
-            finally:
-                self.sink.leave(engine)
+            self.sink.leave(engine)
+            self.links.forget(engine)
 
     def _catch_up(self, engine: int) -> None:
         if not self.links.present([engine]):
