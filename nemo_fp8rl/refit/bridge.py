@@ -127,7 +127,8 @@ class RefitBridge:
             bf16 = sum(report.quantized_bf16_nbytes for report in reports)
             return RefitReport(
                 version=version,
-                nbytes=sum(report.nbytes for report in reports) // len(engines),
+                nbytes=(nbytes := sum(report.nbytes for report in reports)) // len(engines),
+                direct=sum(report.direct_nbytes for report in reports) / max(1, nbytes),
                 delta=delta,
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
@@ -283,6 +284,7 @@ class RefitBridge:
         digests, finishing = self.verify != "off", False
         try:
             options = {"delta": delta, "keep": keep, "digests": digests, "with_frozen": with_frozen}
+            options["direct"] = not delta and not compare  # a source compares with nothing, it would overwrite
             self.source.start_push(version, engines, full_only, **options)
             outcomes = self.sink.load(version, engines, digests, compare, with_frozen)
             for engine, outcome in outcomes.items():

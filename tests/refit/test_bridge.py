@@ -368,6 +368,7 @@ def test_an_engine_killed_in_a_refit_is_replaced_and_gets_the_whole_version(make
         "keep": False,
         "digests": None,
         "with_frozen": True,
+        "direct": True,
     }
     assert run.holds()
     run.step()

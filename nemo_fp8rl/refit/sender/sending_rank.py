@@ -106,7 +106,7 @@ class SendingRank:
         """Start to send a version to these engines, in a thread.
 
         full_only: as in `Link`
-        options:   delta, keep, digests, with_frozen and encodes, as in `WeightSender.send`
+        options:   delta, keep, digests, with_frozen, direct and encodes, as in `WeightSender.send`
         """
         assert self.push is None
         if self.device.type == "cuda":
