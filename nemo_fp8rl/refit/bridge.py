@@ -97,11 +97,14 @@ class RefitBridge:
         return f"{self.choice.mode} through {self._transport_name()}, verify {self.verify}"
 
     def _transport_name(self) -> str:
+        direct = ", direct" if self.choice.mode != "delta" else ""  # a delta needs the bytes that it changes
         if self.transport != "nearest":
-            return self.transport
+            return self.transport + (direct if self.transport not in ("collective", "nixl") else "")
         self.domains |= self.sink.domains(range(self.sink.engine_count()))
         machines = len({*self.source.sources().domains}.union(*self.domains.values()))
-        return "mapped memory" if machines == 1 else f"mapped memory within a machine, gloo between the {machines}"
+        if machines == 1:
+            return f"mapped memory{direct}"
+        return f"mapped memory within a machine{direct}, gloo between the {machines}"
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all engines committed."""
@@ -111,7 +114,7 @@ class RefitBridge:
             self.sent_updates = -1
             stored_versions = set(self.sink.fence(engines).values())
             fence_seconds = time.perf_counter() - start  # other threads' answers, for which the fence waits
-            # no link has to be made, and no engine uses vLLM's loaders for all tensors
+            # no link has to be made, no memory is mapped, and no engine uses vLLM's loaders for all tensors
             is_routine = all(self.direct_names.get(engine) for engine in engines)
             for engine in engines:
                 self._connect(engine)
@@ -122,7 +125,7 @@ class RefitBridge:
             retries += self._commit(version, engines)
             self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
-            if is_routine and not retries:
+            if is_routine and not retries and not any(report.has_mapped for report in reports):
                 self.choice.record(delta, seconds - fence_seconds)
             bf16 = sum(report.quantized_bf16_nbytes for report in reports)
             return RefitReport(

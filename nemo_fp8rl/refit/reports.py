@@ -37,6 +37,7 @@ class SendReport:
 
     nbytes:                 bytes on the wire
     direct_nbytes:          the part of them that this rank wrote into engines' memory
+    has_mapped:             this rank mapped such memory, which takes time once
     bf16_nbytes:            bytes of the same tensors in bfloat16
     quantized_nbytes:       bytes on the wire of FP8 tensors
     quantized_bf16_nbytes:  bytes of FP8 tensors in bfloat16
@@ -47,6 +48,7 @@ class SendReport:
 
     nbytes: int = 0
     direct_nbytes: int = 0
+    has_mapped: bool = False
     bf16_nbytes: int = 0
     quantized_nbytes: int = 0
     quantized_bf16_nbytes: int = 0

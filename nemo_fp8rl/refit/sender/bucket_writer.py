@@ -36,9 +36,16 @@ class BucketWriter:
         self.nbytes = self.represented_bytes = 0
         self.places: Places | None = None
 
-    def wait_for_places(self) -> None:
-        """Wait until the sink has begun to load the version, and use the places that it opens."""
+    def wait_for_places(self) -> bool:
+        """Wait until the sink has begun to load the version, and use the places that it opens.
+
+        Return True if their memory is mapped for the first time.
+        """
         self.places = self.end.wait_for_places(self.version)
+        if self.places is None or not self.places.is_new:
+            return False
+        self.places.is_new = False
+        return True
 
     def find_place(self, part: TensorPart) -> Content | None:
         """Return the memory of the sink in which a piece belongs; None where it goes through a bucket."""

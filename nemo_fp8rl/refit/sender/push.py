@@ -96,7 +96,7 @@ class Push:
         """Wait until every sink has begun to load the version, and write what can be into its place."""
         for i in self._working(list(self.writers)):
             with self._guard(i), self.report.time_stage("send"):
-                self.writers[i].wait_for_places()
+                self.report.has_mapped |= self.writers[i].wait_for_places()
 
     def time_export(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Yield the weights; the time that the trainer takes to hand them out counts as the export stage."""

@@ -104,6 +104,7 @@ class CudaMemory:
         """
         if fields["gpu"] != self._gpu:
             return None
+        self._set_device()  # of a thread that may have another one
         address, nbytes = self._open(bytes.fromhex(fields["handle"])), int(fields["nbytes"])
         storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
         memory = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)

@@ -12,18 +12,19 @@ strides in elements.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.refit.manifest import GLOBAL_BYTES, TensorPart, from_json, to_json
-from nemo_fp8rl.refit.message import Content
+
+if TYPE_CHECKING:
+    from nemo_fp8rl.refit.message import Content
 
 Reach = Literal["process", "host", "gpu"]
 """The memory of a sink that a source reaches: that of a thread of the same process, of the host, of a GPU."""
-Contents = Mapping[str, tuple[TensorPart, Content]]
+Contents: TypeAlias = "Mapping[str, tuple[TensorPart, Content]]"
 """By name, a part of a tensor and its memory."""
 Location = tuple[int, int]
 """(number of a memory, byte at which a tensor begins there)"""
@@ -34,23 +35,24 @@ class Places:
 
     tensors: by name, (the part of the tensor that is there, its content)
     memory:  what keeps memory of another process mapped
+    is_new:  this memory is mapped, and not yet written: the first touch of its pages takes time
     """
 
     def __init__(self, tensors: Contents, memory: Sequence[Tensor] = ()) -> None:
         self.tensors, self._memory = tensors, memory
-        self._of_pieces: dict[tuple[str, Region], Content | None] = {}
+        self.is_new = bool(memory)
+        self._of_pieces: dict[TensorPart, Content | None] = {}
 
-    def find(self, piece: TensorPart) -> Content | None:
+    def find(self, piece: TensorPart) -> "Content | None":
         """Return views of a piece's place.
 
         None where the piece has none, and where the quantizer could not write it: matrices must be contiguous.
         """
-        key = piece.name, piece.region
-        if key not in self._of_pieces:
-            self._of_pieces[key] = self._cut(piece)
-        return self._of_pieces[key]
+        if piece not in self._of_pieces:
+            self._of_pieces[piece] = self._cut(piece)
+        return self._of_pieces[piece]
 
-    def _cut(self, piece: TensorPart) -> Content | None:
+    def _cut(self, piece: TensorPart) -> "Content | None":
         if piece.name not in self.tensors or not piece.data_bytes:
             return None
         part, whole = self.tensors[piece.name]
@@ -93,6 +95,8 @@ def read_offer(fields: Mapping[str, Any], memory: Sequence[Tensor]) -> Places:
     memory: uint8 [nbytes], each memory of the offer as this process maps it
     Raises: ValueError on an offer that does not fit its memory
     """
+    from nemo_fp8rl.refit.message import Content  # xxhash, without which links can be imported
+
     tensors: dict[str, tuple[TensorPart, Content]] = {}
     try:
         for part, located in zip(from_json(fields["parts"]), fields["places"], strict=True):
@@ -100,7 +104,7 @@ def read_offer(fields: Mapping[str, Any], memory: Sequence[Tensor]) -> Places:
             views = [_view(memory[number], start, strides, *kind) for (number, start, strides), kind in pairs]
             scales = views[-2] if len(views) > 1 else None
             tensors[part.name] = part, Content(views[-1], scales, views[0] if len(views) > 2 else None)
-    except (KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, RuntimeError, AttributeError, AssertionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     return Places(tensors, memory)
 
@@ -125,6 +129,6 @@ def _view(memory: Tensor, start: int, strides: Sequence[int], dtype: torch.dtype
     return within.view(dtype).as_strided(shape, strides)
 
 
-def _has_contiguous_matrices(content: Content) -> bool:
+def _has_contiguous_matrices(content: "Content") -> bool:
     tensors = (content.data, content.scale_inv)
     return all(x is None or (x[0] if x.dim() > 2 else x).is_contiguous() for x in tensors)
