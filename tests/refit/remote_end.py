@@ -97,6 +97,9 @@ class _EndCalls(LocalEnd):
         part = TensorPart.of("weight", torch.uint8, (nbytes,))
         self.offered.open([self.end], version, [self.tensor], lambda: {part.name: (part, Content(self.tensor))})
 
+    def use_growing_segments(self) -> None:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
     def read_tensor(self) -> bytes:
         return self.tensor.cpu().numpy().tobytes()
 

@@ -3,7 +3,7 @@
 It has the functions that `cuda_memory` calls, also that of `cuda.bindings.driver`, with the signatures of cuda-bindings
 13. It returns an error where CUDA's behaviour is undefined: if memory is freed by another function than the one that
 belongs to it, with another current device, or while the device may have work to do. An allocation of more than
-`capacity` bytes fails. Unlike CUDA it lets a process map its own memory, so that both ends of a link may be in one test.
+`capacity` bytes fails. Unlike CUDA it lets a process map its own memory, so that both ends of a link may be in a test.
 """
 
 import ctypes
