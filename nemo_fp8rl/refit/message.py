@@ -2,7 +2,8 @@
 
 A bucket is a header in JSON and a payload. The payload is a sequence of entries, each at a multiple of
 `route_plan.ALIGNMENT` bytes. A full entry is the scales of a quantized piece (the global scale, then those of blocks)
-and its data; a delta entry is the scales and a message of `fp8.delta`. The digest is that of the piece as the engine
+and its data; a delta entry is the scales and a message of `fp8.delta`; a direct entry has no bytes, because the source
+has written the piece into its place (`transport.places`). The digest is that of the piece as the engine
 will store it, so it also proves that a delta was applied to the bytes from which it was made.
 """
 
@@ -18,14 +19,14 @@ from nemo_fp8rl.fp8 import BlockScaled
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 
-Encoding = Literal["full", "delta"]
+Encoding = Literal["full", "delta", "direct"]
 
 
 class Entry(NamedTuple):
     """One piece in a bucket.
 
     piece:    index of the piece in the route
-    encoding: full or delta
+    encoding: full, delta or direct
     nbytes:   bytes of the entry in the payload
     digest:   digest of the piece's scales and data, or empty
     """
@@ -62,7 +63,7 @@ class Header:
         try:
             version, sequence, raw, last, abort = json.loads(message)
             entries = tuple(Entry(int(p), e, int(n), str(d)) for p, e, n, d in raw)
-            if any(entry.encoding not in ("full", "delta") for entry in entries):
+            if any(entry.encoding not in ("full", "delta", "direct") for entry in entries):
                 raise ValueError("an unknown encoding")
             return cls(int(version), int(sequence), entries, bool(last), str(abort))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -108,6 +109,11 @@ class Content:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(x for x in (self.global_scale, self.scale_inv, self.data) if x is not None)
+
+    def copy_(self, other: "Content") -> None:
+        """Copy the values of the same piece in other memory."""
+        for tensor, source in zip(self.tensors, other.tensors, strict=True):
+            tensor.copy_(source)
 
     @property
     def digest(self) -> str:

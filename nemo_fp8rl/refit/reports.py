@@ -36,6 +36,8 @@ class SendReport:
     """The report of one trainer rank on a version that it sent over all its links.
 
     nbytes:                 bytes on the wire
+    direct_nbytes:          the part of them that this rank wrote into engines' memory
+    has_mapped:             this rank mapped such memory, which takes time once
     bf16_nbytes:            bytes of the same tensors in bfloat16
     quantized_nbytes:       bytes on the wire of FP8 tensors
     quantized_bf16_nbytes:  bytes of FP8 tensors in bfloat16
@@ -45,6 +47,8 @@ class SendReport:
     """
 
     nbytes: int = 0
+    direct_nbytes: int = 0
+    has_mapped: bool = False
     bf16_nbytes: int = 0
     quantized_nbytes: int = 0
     quantized_bf16_nbytes: int = 0
@@ -55,9 +59,10 @@ class SendReport:
     def time_stage(self, stage: str) -> StageTimer:
         return StageTimer(self.seconds, stage)
 
-    def count(self, part: TensorPart, nbytes: int) -> None:
+    def count(self, part: TensorPart, nbytes: int, is_direct: bool = False) -> None:
         bf16 = 2 * math.prod(part.size) if part.format else part.data_bytes
         self.nbytes += nbytes
+        self.direct_nbytes += nbytes if is_direct else 0
         self.bf16_nbytes += bf16
         if part.format:
             self.quantized_nbytes += nbytes
@@ -86,6 +91,7 @@ class RefitReport:
     """A refit that all engines committed.
 
     nbytes:            bytes on the wire to one engine
+    direct:            share of the bytes that trainer ranks wrote into engines' memory, without a bucket
     delta:             True for a delta, False for a whole version
     wire_over_bf16:    bytes of FP8 tensors on the wire over their bytes in bfloat16
     base_nbytes:       bytes that a rank stores for the next delta, of the rank with most
@@ -98,6 +104,7 @@ class RefitReport:
 
     version: int
     nbytes: int
+    direct: float
     delta: bool
     wire_over_bf16: float
     base_nbytes: int
@@ -112,6 +119,7 @@ class RefitReport:
             "refit/bytes": self.nbytes,
             "refit/version": self.version,
             "refit/delta": float(self.delta),
+            "refit/direct": self.direct,
             "refit/wire_over_bf16": self.wire_over_bf16,
             "refit/kept_bytes": self.base_nbytes,
             "refit/bucket_bytes": self.bucket_nbytes,

@@ -71,6 +71,7 @@ class _Dying:
     def __init__(self, end: Any) -> None:
         self.end, self.sent = end, 0
         self.has_free_buffer, self.acquire_buffer, self.close = end.has_free_buffer, end.acquire_buffer, end.close
+        self.wait_for_places = end.wait_for_places
 
     def send(self, header: bytes, nbytes: int) -> None:
         if self.sent == 5:

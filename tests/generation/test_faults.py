@@ -295,6 +295,7 @@ class StopsTheCore:
     def __init__(self, end) -> None:
         self.end = end
         self.has_free_buffer, self.acquire_buffer, self.close = end.has_free_buffer, end.acquire_buffer, end.close
+        self.wait_for_places = end.wait_for_places
         self.stopped: psutil.Process | None = None
 
     def send(self, header: bytes, nbytes: int) -> None:

@@ -10,6 +10,7 @@ from tests.refit.transport import fake_cuda_runtime
 def cuda_runtime(monkeypatch, request):
     """The CUDA runtime that transports import: a fake, except in tests marked `gpu`. Remote processes have the same."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setitem(sys.modules, fake_cuda_runtime.NAME, fake_cuda_runtime)
+        for name in (fake_cuda_runtime.NAME, fake_cuda_runtime.DRIVER):
+            monkeypatch.setitem(sys.modules, name, fake_cuda_runtime)
         monkeypatch.setattr(cuda_memory, "DEVICE_TYPE", "cpu")
     return fake_cuda_runtime

@@ -29,6 +29,7 @@ from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.interface import Addresses, Recover, Transport
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.receiver.offered_places import OfferedPlaces
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
 from nemo_fp8rl.refit.reports import LoadReport, SendReport
 from nemo_fp8rl.refit.route_plan import Links
@@ -37,6 +38,7 @@ from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 from nemo_fp8rl.refit.transport.handshake import connect
 from nemo_fp8rl.refit.transport.link import HOST as HOST_MEMORY
 from nemo_fp8rl.refit.transport.link import ReceivingEnd
+from nemo_fp8rl.refit.transport.places import Offer
 from nemo_fp8rl.refit.transport.shared_memory import domain
 from nemo_fp8rl.workers import WorkerDied
 
@@ -146,6 +148,12 @@ class Tampered:
         for _ in range(self.given.popleft()):
             self.end.release()
 
+    reach = None
+
+    def open_places(self, version: int, offer: Offer | None) -> None:
+        """The source writes no places, because that would be no message to change."""
+        self.end.open_places(version, None)
+
     def close(self) -> None:
         self.end.close()
 
@@ -159,6 +167,7 @@ class MemoryRank:
         self.parts = {part.name: part for part in parts}
         self.held = {part.name: empty(part, device) for part in parts}
         self.repacked, self.direct_names, self.version = repacked, frozenset[str](), -1
+        self.offered = OfferedPlaces()
         self.links: list[IncomingLink] = []
         self.for_peers = PeerSource(device)
 
@@ -172,9 +181,15 @@ class MemoryRank:
         """`WeightStore.load`; `each` is called when a piece is written, before it is verified."""
         if version < self.version:
             raise RefitError(f"refit {version} is stale: this engine has had version {self.version}")
-        checks = DeferredChecks()
         self.for_peers.begin_load(with_frozen)
-        for item in receive_pieces(self.links, version, checks=checks, with_frozen=with_frozen):
+        checks, contents = DeferredChecks(), {name: self.held[name] for name in self.direct_names}
+        places = self.offered.open(
+            [link.end for link in self.links],
+            version,
+            [tensor for content in contents.values() for tensor in content.tensors if tensor.numel()],
+            lambda: {name: (self.parts[name], content) for name, content in contents.items()},
+        )
+        for item in receive_pieces(self.links, version, checks=checks, with_frozen=with_frozen, places=places):
             self.for_peers.record(item)
             self._write(item, version)
             each()
@@ -196,6 +211,8 @@ class MemoryRank:
 
     def _write(self, item: ReceivedPiece, version: int) -> None:
         target = self.at(item.part)
+        if item.is_in_place:
+            return
         if item.content is not None:
             target.data.copy_(item.content.data)
         else:

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from nemo_fp8rl.refit.manifest import TensorPart
+from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.receiver.offered_places import OfferedPlaces
 from nemo_fp8rl.refit.transport.handshake import Listener, connect
 from nemo_fp8rl.refit.transport.link import LinkError
 from tests.refit.transport import fake_cuda_runtime
@@ -86,6 +89,19 @@ class _EndCalls(LocalEnd):
 
     def connect(self, *args: Any) -> None:
         super().__init__(connect(*args))
+
+    def open_places(self, version: int, nbytes: int, device: str = "cpu") -> None:
+        """Of one tensor of zeros, which stays."""
+        if not hasattr(self, "tensor"):
+            self.offered, self.tensor = OfferedPlaces(), torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        part = TensorPart.of("weight", torch.uint8, (nbytes,))
+        self.offered.open([self.end], version, [self.tensor], lambda: {part.name: (part, Content(self.tensor))})
+
+    def use_growing_segments(self) -> None:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+    def read_tensor(self) -> bytes:
+        return self.tensor.cpu().numpy().tobytes()
 
     def set_timeout(self, timeout: float) -> None:
         self.end._control.timeout = timeout

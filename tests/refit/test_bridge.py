@@ -212,7 +212,8 @@ def test_an_engine_is_sent_to_by_the_copies_on_its_machine(make, mode):
         run.step()
     assert [senders(run, engine) for engine in range(3)] == [[2, 3], [0, 1], [0, 1]]
     assert run.bridge.refit().between_machines == pytest.approx(1 / 3)
-    assert run.bridge.description == f"{mode} through mapped memory within a machine, gloo between the 3, verify digest"
+    near = "mapped memory within a machine" + ", direct" * (mode == "full")
+    assert run.bridge.description == f"{mode} through {near}, gloo between the 3, verify digest"
 
 
 def test_near_and_far_engines_hold_the_same_bytes(make, monkeypatch):
@@ -368,6 +369,7 @@ def test_an_engine_killed_in_a_refit_is_replaced_and_gets_the_whole_version(make
         "keep": False,
         "digests": None,
         "with_frozen": True,
+        "direct": True,
     }
     assert run.holds()
     run.step()

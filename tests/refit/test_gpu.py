@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nemo_fp8rl.refit.digest import digest_of, has_digest, word_sum_digest
+from nemo_fp8rl.refit.manifest import TensorPart
 from nemo_fp8rl.refit.transport.handshake import Listener
-from nemo_fp8rl.refit.transport.link import GRACE, HOST, finish_gpu_work
+from nemo_fp8rl.refit.transport.link import GRACE, HOST, LinkError, finish_gpu_work
 from tests.refit.memory_engine import TRANSPORTS
 from tests.refit.remote_end import RemoteEnd
 from tests.refit.test_bridge import Run
@@ -68,6 +69,49 @@ def test_memory_comes_back_from_a_process_that_was_killed(listener, remote):
     while torch.cuda.mem_get_info(GPU)[0] < before - nbytes and time.monotonic() < deadline:
         time.sleep(0.1)
     assert torch.cuda.mem_get_info(GPU)[0] > before - nbytes
+
+
+def test_places_in_another_process_are_written_until_it_is_killed(listener, remote):
+    nbytes, before = 1 << 28, torch.cuda.mem_get_info(GPU)[0]
+    part = TensorPart.of("weight", torch.uint8, (nbytes,))
+    remote.start("connect", listener.address, TOKEN, "sink", LONG, GPU)
+    sender = listener.accept("sink", CAPACITY)
+    remote.result()
+    for version in range(2):
+        remote.start("open_places", version, nbytes, "cuda")
+        places = sender.wait_for_places(version)
+        remote.result()
+        values = torch.randint(256, (nbytes,), dtype=torch.uint8, device=GPU)
+        place = places.find(part).data
+        assert place.device == GPU
+        place.copy_(values)
+        finish_gpu_work(place)
+        assert remote.read_tensor() == values.cpu().numpy().tobytes()
+    del values
+    torch.cuda.empty_cache()
+    remote.kill()
+    place.zero_()  # as of a rank that has not noticed
+    finish_gpu_work(place)
+    with pytest.raises(LinkError):
+        sender.acquire_buffer()
+    sender.close()
+    del place, places
+    deadline = time.monotonic() + 10
+    while torch.cuda.mem_get_info(GPU)[0] < before - nbytes // 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert torch.cuda.mem_get_info(GPU)[0] >= before - nbytes // 2
+
+
+def test_memory_that_cuda_does_not_share_is_not_offered(listener, remote):
+    """That of torch's growing segments is of CUDA's virtual memory management, as that of vLLM's sleep mode."""
+    remote.start("connect", listener.address, TOKEN, "sink", LONG, GPU)
+    sender = listener.accept("sink", CAPACITY)
+    remote.result()
+    remote.use_growing_segments()
+    remote.start("open_places", 0, 1 << 24, "cuda")
+    places = sender.wait_for_places(0)
+    remote.result()
+    assert places is None or places.find(TensorPart.of("weight", torch.uint8, (1 << 24,))) is None
 
 
 def test_digests_are_those_of_the_host():

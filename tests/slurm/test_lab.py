@@ -116,7 +116,7 @@ def test_trainer_and_engine_on_nodes_of_their_own_give_the_numbers_of_one_proces
     assert ["VllmEngine" in where[name] for name in NODES] == [False, True, False], where
     assert lab.wait(run.job, SECONDS) == "COMPLETED", run.everything()
     assert results(tmp_path / "log") == results(uninterrupted)
-    assert "refit auto through mapped memory within a machine, gloo between the 2" in run.log(0, "driver")
+    assert "refit auto through mapped memory within a machine, direct, gloo between the 2" in run.log(0, "driver")
     assert {row["refit/between_machines"] for row in read(tmp_path / "log") if "refit/version" in row} == {1.0}
     assert not list(run.folder.glob("attempt-*/ray_token"))
 

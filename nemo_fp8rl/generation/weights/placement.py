@@ -47,6 +47,14 @@ class Slot:
     position: int = 0
     expert: int | None = None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The module's tensors that have the part, its scales and its global scale."""
+        format, names = self.part.format, [self.parameter]
+        if format is not None:
+            names += [format.scale_name(self.parameter), *([format.global_name(self.parameter)] * format.has_global)]
+        return [getattr(self.module, name) for name in names]
+
     def content(self) -> Content | None:
         """Return views of the part in memory; None where vLLM stores the tensor in another form."""
         data, format = self._part_of(self.parameter, self.part.data_shape, self.top), self.part.format

@@ -7,9 +7,10 @@ by byte.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.expert_stacks import expert_name
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
+from nemo_fp8rl.refit.receiver.offered_places import OfferedPlaces
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink, ReceivedPiece, receive_pieces
+from nemo_fp8rl.refit.transport.places import Contents, Places
 
 DIRECT: tuple[type, ...] = (QuantizedLinearMethod, MoEMethod, PlainLinearMethod, UnquantizedEmbeddingMethod)
 """Methods whose derived tensors can be computed again from the parameters; a module without a method derives none."""
@@ -50,6 +53,7 @@ class WeightStore:
 
     version:         the last version that was loaded, -1 before the first
     direct_names:    names of the tensors that are written in place; found by the first load
+    offered:         the places of these tensors, which trainer ranks that reach this memory write themselves
     verify_seconds:  seconds that the last load spent on digests
     for_peers:       this rank as a source for other engines
     """
@@ -66,6 +70,7 @@ class WeightStore:
         self.adapter_slots = adapter_slots(self.model, hf, method.adapters if method else NO_ADAPTERS)
         self.all_slots = self.slots | self.adapter_slots
         self.direct_names: frozenset[str] = frozenset(self.adapter_slots)
+        self.offered = OfferedPlaces()
         self.version = -1
         self.verify_seconds = 0.0
         self.for_peers = PeerSource(model_runner.device)
@@ -92,7 +97,9 @@ class WeightStore:
             raise RefitError(f"refit {version} brings only what changes, and this engine has no version yet")
         self.verify_seconds = 0.0
         self.for_peers.begin_load(with_frozen)
-        loading = VersionLoad(self, links, version, verify, with_frozen)
+        tensors = self._direct_tensors() if self.version >= 0 else []
+        places = self.offered.open([link.end for link in links], version, tensors, self._direct_contents)
+        loading = VersionLoad(self, links, version, verify, with_frozen, places)
         if not self.direct_names.issuperset(loading.due_names):
             vllm_compat.forget_packed_experts(self.model)
             with vllm_compat.preserve_nonpersistent_buffers(self.model):
@@ -141,6 +148,18 @@ class WeightStore:
                 nbytes += sum(tensor.nbytes for tensor in tensors)
                 layer.quant_method.process_weights_after_loading(layer)
         return nbytes
+
+    def _direct_tensors(self) -> list[Tensor]:
+        """Return the tensors of modules that are written in place and share their memory with no other tensor."""
+        found = {id(x): x for name in self.direct_names for x in self.all_slots[name].tensors if x.numel()}
+        known = {id(x): x for x in chain(self.model.parameters(), self.model.buffers())} | found
+        users = Counter(x.untyped_storage().data_ptr() for x in known.values())
+        alone = (x for x in found.values() if users[x.untyped_storage().data_ptr()] == 1)
+        return [x for x in alone if x.is_cuda or x.untyped_storage().nbytes() == x.nbytes]
+
+    def _direct_contents(self) -> Contents:
+        contents = ((name, self.all_slots[name].part, self.all_slots[name].content()) for name in self.direct_names)
+        return {name: (part, content) for name, part, content in contents if content is not None}
 
     def _stored(self, part: TensorPart) -> Content:
         """Return views of the memory that holds a piece."""
@@ -207,8 +226,15 @@ class VersionLoad:
     """
 
     def __init__(
-        self, store: WeightStore, links: Sequence[IncomingLink], version: int, verify: bool, with_frozen: bool
+        self,
+        store: WeightStore,
+        links: Sequence[IncomingLink],
+        version: int,
+        verify: bool,
+        with_frozen: bool,
+        places: Places | None = None,
     ) -> None:
+        self.places = places
         self.store, self.links, self.version, self.verify, self.with_frozen = store, links, version, verify, with_frozen
         # before vLLM takes modules apart
         self.targets = {name: store.all_slots[name].content() for name in store.direct_names}
@@ -229,7 +255,7 @@ class VersionLoad:
         """
         try:
             modules = {name: slot.module for name, slot in self.store.slots.items() if name not in self.targets}
-            for item in receive_pieces(self.links, self.version, modules, self.checks, self.with_frozen):
+            for item in receive_pieces(self.links, self.version, modules, self.checks, self.with_frozen, self.places):
                 name = item.part.name
                 self.store.for_peers.record(item)
                 if name in self.targets:
@@ -246,7 +272,8 @@ class VersionLoad:
         assert whole is not None
         target = whole.cut(self.store.all_slots[item.part.name].part, item.part.region)
         if item.content is not None:
-            target.data.copy_(item.content.data)
+            if not item.is_in_place:
+                target.copy_(item.content)
         else:
             assert item.delta is not None
             contiguous = target.data.contiguous()
@@ -256,9 +283,9 @@ class VersionLoad:
                 raise RefitError(f"refit {self.version}: {item.part.name}: {error}") from None
             if not target.data.is_contiguous():
                 target.data.copy_(contiguous)
-        for stored, received in zip((target.scale_inv, target.global_scale), item.scales, strict=True):
-            if stored is not None and received is not None:
-                stored.copy_(received)
+            for stored, received in zip((target.scale_inv, target.global_scale), item.scales, strict=True):
+                if stored is not None and received is not None:
+                    stored.copy_(received)
         self.written.add(item.part.name)
         if self.verify:  # now, while the bytes are in the processor's cache
             self._verify_stored(item.part.name, target, item.digest)

@@ -19,17 +19,19 @@ from nemo_fp8rl.refit.receiver.module_order import ModuleOrder
 from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport import link_threads
 from nemo_fp8rl.refit.transport.link import ReceivingEnd, finish_gpu_work
+from nemo_fp8rl.refit.transport.places import Places
 
 
 class ReceivedPiece(NamedTuple):
     """A piece as it arrived.
 
     part:      the piece
-    content:   views that are valid until the next piece is requested; None for a delta
+    content:   views that are valid until the next piece is requested, or of the place; None for a delta
     delta:     the changes to the last version's data; None for a full piece
     entry:     (encoding, payload), as the delta came; None for a full piece
     scales:    (block scales, global scale) of a quantized piece, full or delta, as in `Content`
     digest:    the digest of the content that the trainer sent, or empty
+    is_in_place: the source has written the piece into its place
     """
 
     part: TensorPart
@@ -38,6 +40,7 @@ class ReceivedPiece(NamedTuple):
     scales: tuple[Tensor | None, Tensor | None]
     digest: str
     entry: tuple[Encoding, Tensor] | None = None
+    is_in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def receive_pieces(
     modules: Mapping[str, Hashable] = MappingProxyType({}),
     checks: DeferredChecks | None = None,
     with_frozen: bool = True,
+    places: Places | None = None,
 ) -> Iterator[ReceivedPiece]:
     """Yield every piece of a version that the links bring.
 
@@ -61,6 +65,7 @@ def receive_pieces(
     modules: as in `ModuleOrder`
     checks:  the caller's checks of a message, which are finished before the message is released
     with_frozen: tensors that never change come as well
+    places:  the places that this sink has opened
     Raises:  RefitError if a message is lost, repeated, out of order, of another version, or not on the route, if a
              source gave up, and if a link breaks
     """
@@ -70,7 +75,7 @@ def receive_pieces(
         for i, link in enumerate(links)
     ]
     checks = checks or DeferredChecks()
-    progress = [_RouteProgress(link.route, version, checks, with_frozen) for link in links]
+    progress = [_RouteProgress(link.route, version, checks, with_frozen, places) for link in links]
     order = ModuleOrder([[route.route[i] for i in sorted(route.missing)] for route in progress], modules)
     unread = [deque[tuple[Header, Tensor]]() for _ in links]
     try:
@@ -113,8 +118,10 @@ def _read_link(i: int, end: ReceivingEnd, messages: "SimpleQueue[tuple[int, Head
 class _RouteProgress:
     """The pieces of one route that are still to arrive. missing: their positions in the route"""
 
-    def __init__(self, route: Route, version: int, checks: DeferredChecks, with_frozen: bool) -> None:
-        self.route, self.version, self.checks = route, version, checks
+    def __init__(
+        self, route: Route, version: int, checks: DeferredChecks, with_frozen: bool, places: Places | None
+    ) -> None:
+        self.route, self.version, self.checks, self.places = route, version, checks, places
         self.missing = {i for i, part in enumerate(route) if with_frozen or not part.is_frozen}
         self.sequence = 0
         self.is_complete = False
@@ -137,6 +144,9 @@ class _RouteProgress:
             offset = align_up(offset)
             part, data = self.route[entry.piece], payload[offset : offset + entry.nbytes]
             offset += entry.nbytes
+            if entry.encoding == "direct":
+                yield self._find_piece(part, entry.digest)
+                continue
             if data.nbytes != entry.nbytes or entry.nbytes < part.scale_bytes:
                 raise RefitError(f"{prefix}: {part.name} was cut off")
             yield self._read_piece(part, entry.encoding == "delta", data, entry.digest)
@@ -145,6 +155,14 @@ class _RouteProgress:
             if self.missing:
                 name = self.route[min(self.missing)].name
                 raise RefitError(f"{prefix}: {len(self.missing)} pieces did not arrive, among them one of {name}")
+
+    def _find_piece(self, part: TensorPart, digest: str) -> ReceivedPiece:
+        content = self.places.find(part) if self.places is not None else None
+        if content is None:
+            raise RefitError(f"refit {self.version}: {part.name} is said to be in its place, which was not opened")
+        scales = content.scale_inv, content.global_scale
+        self._check_scales(part, *scales)
+        return ReceivedPiece(part, content, None, scales, digest, is_in_place=True)
 
     def _read_piece(self, part: TensorPart, is_delta: bool, data: Tensor, digest: str) -> ReceivedPiece:
         if not is_delta:

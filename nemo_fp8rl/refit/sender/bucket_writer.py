@@ -6,19 +6,21 @@ from torch import Tensor
 
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest
 from nemo_fp8rl.refit.manifest import TensorPart
-from nemo_fp8rl.refit.message import Entry, Header
+from nemo_fp8rl.refit.message import Content, Entry, Header
 from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport.link import SendingEnd, finish_gpu_work
+from nemo_fp8rl.refit.transport.places import Places
 
 FLUSH_SECONDS = 0.05
 """Seconds that a link waits for a free buffer before the other links send their buckets, even if not full."""
 
 
 class BucketWriter:
-    """Fills and sends the buckets of one link during one refit.
+    """Fills and sends the buckets of one link during one refit, and gives out places in the sink's memory.
 
-    A bucket is sent when it is full, and when its deltas stand for as many bytes as it could have: the sink has to work
-    in the meantime. It is also sent before the rank waits for a buffer of another link.
+    A bucket is sent when it is full, and when its deltas, or pieces that are in their places, stand for as many bytes
+    as it could have: the sink has to work in the meantime. It is also sent before the rank waits for a buffer of
+    another link.
 
     end:     the link's end
     version: the version of the weights
@@ -32,6 +34,25 @@ class BucketWriter:
         self.entries: list[tuple[Entry, PendingDigest]] = []
         self.bucket: Tensor | None = None
         self.nbytes = self.represented_bytes = 0
+        self.places: Places | None = None
+
+    def wait_for_places(self) -> bool:
+        """Wait until the sink has begun to load the version, and use the places that it opens.
+
+        Return True if their memory is mapped for the first time.
+        """
+        self.places = self.end.wait_for_places(self.version)
+        if self.places is None or not self.places.is_new:
+            return False
+        self.places.is_new = False
+        return True
+
+    def find_place(self, part: TensorPart) -> Content | None:
+        """Return the memory of the sink in which a piece belongs; None where it goes through a bucket."""
+        if self.places is None or (content := self.places.find(part)) is None:
+            return None
+        self._open_bucket()  # waits for a sink that is behind, and notices one that is gone, before it is written to
+        return content
 
     def reserve(self, nbytes: int) -> Tensor:
         """Return memory for the next entry, of at most `nbytes`."""
@@ -42,7 +63,7 @@ class BucketWriter:
         return self._open_bucket()[start : start + nbytes]
 
     def add(self, entry: Entry, digest: PendingDigest, part: TensorPart) -> None:
-        """Add the entry of this part, which is in the memory that `reserve` returned."""
+        """Add the entry of this part, which is in the memory that `reserve` or `find_place` returned."""
         assert self.bucket is not None
         self.nbytes = align_up(self.nbytes) + entry.nbytes
         self.represented_bytes += part.nbytes

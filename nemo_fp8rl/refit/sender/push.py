@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from nemo_fp8rl.fp8.block_scaled import count_nans, describe_non_finite, is_fini
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest, on_gpu
 from nemo_fp8rl.refit.expert_stacks import Weight
 from nemo_fp8rl.refit.manifest import Route, TensorPart
-from nemo_fp8rl.refit.message import Encoding, Entry
+from nemo_fp8rl.refit.message import Content, Encoding, Entry
 from nemo_fp8rl.refit.reports import LinkId, SendReport, StageTimer
 from nemo_fp8rl.refit.sender.bucket_writer import BucketWriter
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
@@ -50,6 +51,25 @@ class Piece:
     full_only: bool = False
 
 
+class Target(NamedTuple):
+    """Memory for a whole piece.
+
+    link:    the link through which the piece goes
+    content: views of the memory
+    payload: uint8 [nbytes], the memory, where it is in a bucket; None where it is the piece's place in the sink
+    """
+
+    link: LinkId
+    content: Content
+    payload: Tensor | None
+
+    def copy_(self, other: "Target") -> None:
+        if self.payload is not None and other.payload is not None:
+            self.payload.copy_(other.payload)
+        else:
+            self.content.copy_(other.content)
+
+
 class Push:
     """The state of one push. writers: the links that still work; pieces: by tensor name; report: filled as it goes.
 
@@ -71,6 +91,12 @@ class Push:
                     self.pieces.setdefault(part.name, []).append(by_region[key])
                 by_region[key].targets[i] = position
                 by_region[key].full_only |= part.name in link.full_only
+
+    def wait_for_places(self) -> None:
+        """Wait until every sink has begun to load the version, and write what can be into its place."""
+        for i in self._working(list(self.writers)):
+            with self._guard(i), self.report.time_stage("send"):
+                self.report.has_mapped |= self.writers[i].wait_for_places()
 
     def time_export(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Yield the weights; the time that the trainer takes to hand them out counts as the export stage."""
@@ -111,6 +137,33 @@ class Push:
             with self._guard(i), self.report.time_stage("send"):
                 return self.writers[i].reserve(nbytes)
         return None
+
+    def target(self, piece: Piece) -> Target | None:
+        """Return memory for the whole piece on the way to the first working link that needs it, or None."""
+        for i in self._working(piece.targets):
+            with self._guard(i), self.report.time_stage("send"):
+                return self._target(i, piece.part)
+        return None
+
+    def _target(self, i: LinkId, part: TensorPart) -> Target:
+        if (place := self.writers[i].find_place(part)) is not None:
+            return Target(i, place, None)
+        payload = self.writers[i].reserve(part.nbytes)
+        return Target(i, Content.of(part, payload), payload)
+
+    def add_whole(self, piece: Piece, target: Target, digest: PendingDigest) -> None:
+        """Make an entry of the memory that `target` returned, and copy it for the other links that need the piece."""
+        for i in self._working(piece.targets):
+            with self._guard(i), self.report.time_stage("send"):
+                if i == target.link:
+                    copy = target
+                else:
+                    copy = self._target(i, piece.part)
+                    copy.copy_(target)
+                encoding: Encoding = "direct" if copy.payload is None else "full"
+                nbytes = 0 if copy.payload is None else piece.part.nbytes
+                self.writers[i].add(Entry(piece.targets[i], encoding, nbytes, ""), digest, piece.part)
+                self.report.count(piece.part, piece.part.nbytes, is_direct=encoding == "direct")
 
     def add(self, piece: Piece, payload: Tensor, encoding: Encoding, digest: PendingDigest) -> None:
         """Make an entry of the memory that `reserve` returned, and copy it to the other links that need the piece."""

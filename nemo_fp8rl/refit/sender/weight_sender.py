@@ -1,8 +1,8 @@
 """The sender of one trainer rank: quantizes the rank's weights once and sends every engine rank the pieces it stores.
 
 Blocks are quantized independently of each other, so a piece has the same bytes whichever region of its tensor is cut
-out. A piece is quantized, or copied where the rank has FP8, directly into one link's bucket, and copied from there into
-the buckets of other engines. For deltas a rank keeps the bytes that it sent last.
+out. A piece is quantized, or copied where the rank has FP8, directly into its place in one engine's memory or into one
+link's bucket, and copied from there for other engines. For deltas a rank keeps the bytes that it sent last.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from nemo_fp8rl.refit.expert_stacks import Weight, expert_name
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.reports import LinkId, SendReport
-from nemo_fp8rl.refit.sender.push import Link, Piece, Push
+from nemo_fp8rl.refit.sender.push import Link, Piece, Push, Target
 from nemo_fp8rl.refit.sender.weight_regions import as_block_scaled, cut_weight
 
 MIN_DELTA_BYTES = 1 << 14
@@ -59,6 +59,7 @@ class WeightSender:
         keep: bool = False,
         digests: bool = True,
         with_frozen: bool = True,
+        direct: bool = False,
         encodes: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> SendReport:
         """Send every link its pieces of these weights. A link that breaks is left out of the rest and reported.
@@ -70,10 +71,11 @@ class WeightSender:
         keep:    keep the bytes of this version for the next delta
         digests: send a digest of each piece
         with_frozen: send tensors that never change as well; every sink has them otherwise
+        direct:  write pieces into the places that sinks open as they load the version; not with `delta`
         encodes: by name, float32 [], the factors of weights whose format has a global scale; see `quantize_blockwise`
         Raises:  RefitError, with the tensor's name, on a weight that is not finite; the sinks then receive an abort
         """
-        assert not delta or self.base_version >= 0
+        assert not delta or (self.base_version >= 0 and not direct)
         self.base_version, self.encodes = -1, encodes
         push = Push(version, links, with_frozen)
         if delta or keep:
@@ -82,6 +84,8 @@ class WeightSender:
         else:
             self.base = {}
         try:
+            if direct:
+                push.wait_for_places()
             for name, weight in push.time_export(weights):
                 for piece in push.pieces.pop(name, ()):
                     values = cut_weight(weight, self.parts[name], piece.part.region)
@@ -106,20 +110,22 @@ class WeightSender:
 
     def _send_full(self, push: Push, piece: Piece, values: Weight, keep: bool, digests: bool) -> None:
         part = piece.part
-        if (entry := push.reserve(piece, part.nbytes)) is None:
+        if (target := push.target(piece)) is None:
             return
-        device = _device_of(values)
-        payload = entry if device == entry.device else torch.empty_like(entry, device=device)
-        content = Content.of(part, payload)
+        device, filled = _device_of(values), target
+        if device != target.content.data.device:
+            payload = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
+            filled = Target(target.link, Content.of(part, payload), payload)
         with push.time_quantization(part):
-            self._quantize(push, part, values, content)
-            if payload is not entry:
-                entry.copy_(payload)
+            self._quantize(push, part, values, filled.content)
+            if filled is not target:
+                target.copy_(filled)
         with push.report.time_stage("encode"):
-            digest = push.checks.take_digest(content) if digests else PendingDigest()
+            digest = push.checks.take_digest(filled.content) if digests else PendingDigest()
             if keep and part.data_bytes >= MIN_DELTA_BYTES and not part.is_frozen:
-                self._base_of(part, device).copy_(payload)
-        push.add(piece, entry, "full", digest)
+                base = self._base_of(part, device)
+                Target(target.link, Content.of(part, base), base).copy_(filled)
+        push.add_whole(piece, target, digest)
 
     def _send_delta(self, push: Push, piece: Piece, values: Weight, digests: bool) -> None:
         part, base = piece.part, self._base_of(piece.part, _device_of(values))

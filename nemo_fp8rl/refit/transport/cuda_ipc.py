@@ -37,7 +37,7 @@ def offer(control: Control, capacity: int, device: torch.device) -> SendingEnd:
     answer = control.receive_fields(mapped=bool, why=str)
     if not answer["mapped"]:
         raise MappingError(f"{control.peer} cannot map this rank's GPU memory ({answer['why']})")
-    return Sender(control, buckets)
+    return Sender(control, buckets, cuda.map_allocation)
 
 
 def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd | None:
@@ -60,4 +60,4 @@ def take(control: Control, capacity: int, device: torch.device) -> ReceivingEnd 
         control.send_fields(mapped=False, why=f"on {device}: {error}")
         return None
     control.send_fields(mapped=True, why="")
-    return Receiver(control, buckets)
+    return Receiver(control, buckets, "gpu")

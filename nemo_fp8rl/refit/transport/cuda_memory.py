@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ class Buckets(list[Tensor]):
         super().__init__(bucket[:capacity] for bucket in memory.chunk(BUFFERS))
 
 
+Memory = TypeVar("Memory", Buckets, Tensor)
+
+
 class CudaMemory:
     """CUDA's runtime, through a package that comes with torch's builds for CUDA.
 
@@ -64,7 +67,7 @@ class CudaMemory:
         except RuntimeError:
             torch.cuda.empty_cache()  # returns memory that torch caches in this process
             address = self._check(self.runtime.cudaMalloc(nbytes))
-        return self._free_with(collector, Buckets(address, capacity, self.device), self.runtime.cudaFree)
+        return self._free_with(collector, Buckets(address, capacity, self.device), address, self.runtime.cudaFree)
 
     def export_handle(self, buckets: Buckets) -> bytes:
         """Return the buckets' handle, for `map_handle` in another process."""
@@ -73,18 +76,57 @@ class CudaMemory:
 
     def map_handle(self, handle: bytes, capacity: int) -> Buckets:
         """Map the buckets of another process, until nothing refers to them any more."""
+        address = self._open(handle)
+        buckets = Buckets(address, capacity, self.device)
+        return self._free_with(FREE_AT_ONCE, buckets, address, self.runtime.cudaIpcCloseMemHandle)
+
+    def export_allocation(self, address: int) -> tuple[range, dict[str, Any]]:
+        """Return the addresses of the allocation that has this address, and what `map_allocation` needs, for JSON.
+
+        CUDA refuses memory of its virtual memory management, as vLLM's sleep mode and torch's growing segments use it.
+        """
+        driver = importlib.import_module("cuda.bindings.driver")
+        error, base, nbytes = driver.cuMemGetAddressRange(address)
+        if int(error):
+            raise RuntimeError(f"CUDA knows no allocation at {address:#x} (error {int(error)})")
+        handle = self._check(self.runtime.cudaIpcGetMemHandle(int(base)))
+        content = ctypes.string_at(handle.getPtr(), HANDLE)
+        return range(int(base), int(base) + int(nbytes)), {
+            "gpu": self._gpu,
+            "handle": content.hex(),
+            "nbytes": int(nbytes),
+        }
+
+    def map_allocation(self, fields: Mapping[str, Any]) -> Tensor | None:
+        """Map an allocation of another process, uint8 [nbytes], until nothing refers to this tensor itself any more.
+
+        None for the memory of another GPU: a source would have to read back what it wrote there, to take its digest.
+        """
+        if fields["gpu"] != self._gpu:
+            return None
+        self._set_device()  # of a thread that may have another one
+        address, nbytes = self._open(bytes.fromhex(fields["handle"])), int(fields["nbytes"])
+        storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
+        memory = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        return self._free_with(FREE_AT_ONCE, memory, address, self.runtime.cudaIpcCloseMemHandle)
+
+    @property
+    def _gpu(self) -> str:
+        """The name of the device that it has in all processes."""
+        is_gpu = self.device.type == "cuda"
+        return str(torch.cuda.get_device_properties(self.device).uuid) if is_gpu else self.device.type
+
+    def _open(self, handle: bytes) -> int:
         cuda_handle = self.runtime.cudaIpcMemHandle_t()
         ctypes.memmove(cuda_handle.getPtr(), handle, HANDLE)
         flag = self.runtime.cudaIpcMemLazyEnablePeerAccess
-        address = self._check(self.runtime.cudaIpcOpenMemHandle(cuda_handle, flag))
-        return self._free_with(
-            FREE_AT_ONCE, Buckets(address, capacity, self.device), self.runtime.cudaIpcCloseMemHandle
-        )
+        address: int = self._check(self.runtime.cudaIpcOpenMemHandle(cuda_handle, flag))
+        return address
 
-    def _free_with(self, collector: "Collector", buckets: Buckets, free: Any) -> Buckets:
+    def _free_with(self, collector: "Collector", memory: Memory, address: int, free: Any) -> Memory:
         collector.start()
-        weakref.finalize(buckets, collector.add, self._free, free, buckets.address).atexit = False
-        return buckets
+        weakref.finalize(memory, collector.add, self._free, free, address).atexit = False
+        return memory
 
     def _free(self, free: Any, address: int) -> None:
         self._set_device()

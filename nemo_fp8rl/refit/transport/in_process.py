@@ -16,6 +16,7 @@ from nemo_fp8rl.refit.transport.link import (
     check_message,
     timeout_text,
 )
+from nemo_fp8rl.refit.transport.places import Offer, Places, Reach
 
 
 def in_process_link(capacity: int, timeout: float, device: torch.device = HOST) -> tuple[SendingEnd, ReceivingEnd]:
@@ -37,6 +38,7 @@ class _Exchange:
         self.changed = Condition()
         self.unread: deque[tuple[bytes, Tensor]] = deque()
         self.num_sent = self.num_released = 0
+        self.opened: tuple[int | None, Places | None] = None, None  # (version, places)
         self.is_closed = False
 
     def has_free_buffer(self) -> bool:
@@ -88,14 +90,28 @@ class _SendingEnd:
             link.changed.notify_all()
         self._buffer = None
 
+    def wait_for_places(self, version: int) -> Places | None:
+        link = self._exchange
+        with link.changed:
+            link.wait_for(lambda: link.opened[0] == version, "load")
+            return link.opened[1]
+
     def close(self) -> None:
         self._exchange.close()
 
 
 class _ReceivingEnd:
+    reach: Reach | None = "process"
+
     def __init__(self, exchange: _Exchange) -> None:
         self._exchange = exchange
         self._num_received = 0
+
+    def open_places(self, version: int, offer: Offer | None) -> None:
+        link = self._exchange
+        with link.changed:
+            link.opened = version, offer.places if offer is not None else None
+            link.changed.notify_all()
 
     def receive(self) -> tuple[bytes, Tensor]:
         link = self._exchange

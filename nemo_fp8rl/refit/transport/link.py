@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.refit.manifest import RefitError
+from nemo_fp8rl.refit.transport.places import Offer, Places, Reach
 
 ProcessTransport = Literal["shared_memory", "cuda_ipc", "nixl", "collective"]
 """A way for messages between processes."""
@@ -59,12 +60,32 @@ class SendingEnd(Protocol):
         Raises: LinkError as `acquire_buffer`
         """
 
+    def wait_for_places(self, version: int) -> Places | None:
+        """Wait until the sink has begun to load a version, and return the places that may be written with it.
+
+        They may be written until the version's last message is sent, or the link is closed. None where the sink opens
+        no places, or this process does not reach its memory; there is nothing to wait for then on most transports.
+
+        Raises: LinkError as `acquire_buffer`
+        """
+
     def close(self) -> None:
         """End the link for both sides, even if one of them waits. Messages in flight may be lost. May be repeated."""
 
 
 class ReceivingEnd(Protocol):
-    """The sink's end of a link. It belongs to one thread, except `close`."""
+    """The sink's end of a link. It belongs to one thread, except `close`.
+
+    reach: the memory of the sink that the source reaches, or None
+    """
+
+    reach: Reach | None
+
+    def open_places(self, version: int, offer: Offer | None) -> None:
+        """Tell the source that the load of a version begins, and which places may be written with it; None: none.
+
+        A source that is gone is not an error.
+        """
 
     def receive(self) -> tuple[bytes, Tensor]:
         """Wait for the next message. Return its header and its payload, uint8 [nbytes], valid until its `release`.

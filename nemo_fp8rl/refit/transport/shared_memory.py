@@ -20,6 +20,7 @@ from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.transport.control import Control
 from nemo_fp8rl.refit.transport.double_buffer import Receiver, Sender
 from nemo_fp8rl.refit.transport.link import BUFFERS, LinkError, ReceivingEnd, SendingEnd
+from nemo_fp8rl.refit.transport.shared_file import map_file
 
 FOLDER = Path("/dev/shm")
 PREFIX = "nemo_fp8rl-"
@@ -57,7 +58,7 @@ def offer(control: Control, capacity: int) -> SendingEnd:
     finally:
         os.close(descriptor)
         path.unlink(missing_ok=True)
-    return Sender(control, buffers)
+    return Sender(control, buffers, map_file)
 
 
 def take(control: Control, capacity: int) -> ReceivingEnd:
@@ -79,7 +80,7 @@ def take(control: Control, capacity: int) -> ReceivingEnd:
     finally:
         os.close(descriptor)
     control.send_fields(mapped=True)
-    return Receiver(control, buffers)
+    return Receiver(control, buffers, "host")
 
 
 def _stride(capacity: int) -> int:

@@ -1,9 +1,9 @@
 """A fake of `cuda.bindings.runtime` for a machine without a GPU: memory is files without names, which processes map.
 
-It has the functions that `cuda_memory` calls, with the signatures of cuda-bindings 13. It returns an error where CUDA's
-behaviour is undefined: if memory is freed by another function than the one that belongs to it, with another current
-device, or while the device may have work to do. An allocation of more than `capacity` bytes fails. Unlike CUDA it lets
-a process map its own memory, so that both ends of a link may be in one test.
+It has the functions that `cuda_memory` calls, also that of `cuda.bindings.driver`, with the signatures of cuda-bindings
+13. It returns an error where CUDA's behaviour is undefined: if memory is freed by another function than the one that
+belongs to it, with another current device, or while the device may have work to do. An allocation of more than
+`capacity` bytes fails. Unlike CUDA it lets a process map its own memory, so that both ends of a link may be in a test.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_fp8rl.refit.transport import cuda_memory
 
-NAME = "cuda.bindings.runtime"
+NAME, DRIVER = "cuda.bindings.runtime", "cuda.bindings.driver"
 cudaIpcMemLazyEnablePeerAccess = 1
 capacity = 1 << 30
 allocations: dict[int, mmap.mmap] = {}
@@ -61,6 +61,13 @@ def cudaMalloc(size: int) -> tuple[cudaError_t, int | None]:
     file = os.memfd_create("fake GPU memory")
     os.ftruncate(file, size)
     return _on_device(), _map(file, size, allocations)
+
+
+def cuMemGetAddressRange(address: int) -> tuple[int, int, int]:
+    for base, mapping in allocations.items():
+        if base <= address < base + len(mapping):
+            return 0, base, len(mapping)
+    return 1, 0, 0
 
 
 def cudaIpcGetMemHandle(address: int) -> tuple[cudaError_t, cudaIpcMemHandle_t]:
@@ -109,5 +116,5 @@ def _release(address: int, kind: dict[int, mmap.mmap]) -> cudaError_t:
 
 def install() -> None:
     this: Any = sys.modules[__name__]
-    sys.modules[NAME] = this
+    sys.modules[NAME] = sys.modules[DRIVER] = this
     cuda_memory.DEVICE_TYPE = "cpu"
