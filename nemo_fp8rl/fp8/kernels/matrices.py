@@ -7,6 +7,7 @@ addresses makes them one call of a kernel instead of one each.
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,18 @@ class Matrices:
         """The addresses, int64 [E], on the device of the matrices."""
         return torch.tensor(self.addresses, dtype=torch.int64).to(self.device)
 
+    @cached_property
+    def host_memory(self) -> tuple[np.ndarray, np.ndarray]:
+        """The memory from the first of the matrices to the last, flat, and the index at which each begins, int64 [E].
+
+        The bits of values are int16 or int32. The columns of a matrix are neighbours.
+        """
+        (_, rows, columns), (row, _) = self.shape, self.strides
+        start, itemsize = min(self.addresses), self.dtype.itemsize
+        origins = (np.array(self.addresses) - start) // itemsize
+        count = int(origins.max()) + (rows - 1) * row + columns
+        return np.asarray(_Memory(start, count, itemsize)), origins
+
     def is_in_place(self) -> bool:
         """Return True if every matrix still is where it was when the table was made."""
         return self._find_addresses() == self.addresses
@@ -65,6 +78,18 @@ class Matrices:
     def stack(self) -> Tensor:
         """Return a copy [E, N, K]."""
         return torch.stack(self.tensors)
+
+
+class _Memory:
+    """Memory by its address, in the form that numpy reads: int16 or int32 [count]."""
+
+    def __init__(self, address: int, count: int, itemsize: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (count,),
+            "typestr": f"<i{itemsize}",
+        }
 
 
 Stack = Tensor | Matrices

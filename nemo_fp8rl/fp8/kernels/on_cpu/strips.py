@@ -48,27 +48,11 @@ def _memory(x: Stack, row: int) -> tuple[np.ndarray, np.ndarray]:
 
     row:  stride of rows
     """
-    experts, rows, columns = x.shape
-    of_matrix = (rows - 1) * row + columns
     if isinstance(x, Matrices):
-        start, itemsize = min(x.addresses), x.dtype.itemsize
-        origins = (np.array(x.addresses) - start) // itemsize
-        return np.asarray(_Memory(start, int(origins.max()) + of_matrix, itemsize)), origins
-    stride = x.stride(0)
-    extent = (experts - 1) * stride + of_matrix
+        return x.host_memory
+    (experts, rows, columns), stride = x.shape, x.stride(0)
+    extent = (experts - 1) * stride + (rows - 1) * row + columns
     return bits_of(x.as_strided((extent,), (1,))), np.arange(experts) * stride
-
-
-class _Memory:
-    """Memory by its address, in the form that numpy reads: int16 or int32 [count]."""
-
-    def __init__(self, address: int, count: int, itemsize: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": (count,),
-            "typestr": f"<i{itemsize}",
-        }
 
 
 def bits_of(values: Tensor) -> np.ndarray:
