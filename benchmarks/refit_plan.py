@@ -3,10 +3,10 @@
     python benchmarks/refit_plan.py [--only TEXT] [--rounds 3] [--profile] [--json FILE]
 
 The plan is a run's own, of the real shapes and layouts, without weights. Host seconds are what the code itself takes
-for so many pieces: the same tensors with matrices of a block or a few, by the real sender and the real load of an
-engine's rank, all ranks as threads of this process. They are seconds of the processor, for the thread of the rank that
-takes longest, a median over the rounds after a first refit. They hold a little of the quantizer's and the digests' work
-on these blocks. With several engines they are of the first.
+for so many pieces: the same tensors with very small matrices, cut into as many pieces of experts, by the real sender
+and the real load of an engine's rank, all ranks as threads of this process. They are seconds of the processor, for the
+thread of the rank that takes longest, a median over the rounds after a first refit. With several engines they are of
+the first.
 
 The prediction is of a refit that is neither the first nor a delta. Trainer, link and engine work on different buckets
 at once, so the slowest of the three decides, plus one bucket through the other two:
@@ -46,7 +46,7 @@ from nemo_fp8rl.refit.expert_stacks import stack_weights
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
-from nemo_fp8rl.refit.route_plan import Links, align_up, plan
+from nemo_fp8rl.refit.route_plan import BUCKETS, PIECE_BYTES, Links, align_up, plan
 from nemo_fp8rl.refit.sender.push import Link
 from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
@@ -167,11 +167,11 @@ class EngineMemory(SimpleNamespace):
 
 def host_seconds(shape: Shape, rounds: int, profile: bool) -> dict[str, float]:
     """Return processor seconds of the sender's and of the engine's thread that takes longest, of the small copy."""
-    hf = shrink(model_config(shape.model), max(shape.engine, shape.tensor))
+    hf = shrink(model_config(shape.model), shape)
     ranks = layouts(hf, shape)
     holdings = [trainer_parts(layout, shape.only_experts) for layout in ranks]
     stored, sources = engine_parts(hf, shape), Sources(holdings)
-    routes, capacities = plan(sources, stored, BUCKET_BYTES)
+    routes, capacities = small_plan(shape, hf, sources, stored)
     senders = [WeightSender(parts, "pow2") for parts in holdings]
     memory = [EngineMemory.of(parts) for parts in stored]
     outgoing: list[dict[tuple[int, int], Link]] = [{} for _ in ranks]
@@ -197,6 +197,15 @@ def host_seconds(shape: Shape, rounds: int, profile: bool) -> dict[str, float]:
     if profile:
         profile_sender(hf, shape, senders[0], held[0], ranks[0], [route for route in routes[0] if route])
     return {"host_sent": median(sent[1:]), "host_loaded": median(loaded[1:])}
+
+
+def small_plan(shape: Shape, small: HfConfig, sources: Sources, stored: list[list[TensorPart]]) -> Links:
+    """Return the routes of the small model, with as many pieces of each MLP's matrices as the real one has."""
+    hf = model_config(shape.model)
+    share = small.hidden_size * small.intermediate_size / (hf.hidden_size * hf.intermediate_size)
+    routes = sources.routes(stored, int(PIECE_BYTES * share))
+    sizes = [[[align_up(piece.nbytes) for piece in route] for route in row] for row in routes]
+    return Links(routes, [[max([*of_link, sum(of_link) // BUCKETS], default=0) for of_link in row] for row in sizes])
 
 
 def send(

@@ -193,9 +193,8 @@ class EnginePool(EngineClient):
         with suppress(WorkerDied):
             self._call_engine(source, "withdraw", engine, patience=self.patience)
 
-    def start_push(self, source: int, version: int, engines: Collection[int], delta: bool, with_frozen: bool) -> None:
-        how = version, list(engines), delta, with_frozen
-        self._call_engine(source, "start_push", *how, patience=self.patience)
+    def start_push(self, source: int, version: int, engines: Collection[int], **how: bool) -> None:
+        self._call_engine(source, "start_push", version, list(engines), how, patience=self.patience)
 
     def finish_push(self, source: int) -> list[SendReport]:
         reports: list[SendReport] = self._call_engine(source, "finish_push", patience=self.patience)

@@ -133,10 +133,11 @@ class WeightSink(Protocol):
 
     def withdraw(self, source: int, engine: int) -> None: ...
 
-    def start_push(self, source: int, version: int, engines: Collection[int], delta: bool, with_frozen: bool) -> None:
+    def start_push(self, source: int, version: int, engines: Collection[int], **how: bool) -> None:
         """Have an engine send the version in its memory to other engines, with the trainer's digests.
 
-        delta:   the engines have the version before; they may get the deltas that came from the trainer
+        how:     delta: the engines have the version before, so they may get the deltas that came from the trainer;
+                 direct and with_frozen, as in `WeightSender.send`
         Raises:  RefitError where it has another version, or keeps a tensor in a form that it cannot pass on
         """
         ...

@@ -152,6 +152,7 @@ class Peers:
         """
         followers: dict[int, list[int]] = {}
         outcomes: Outcomes = {}
+        how = {"delta": delta, "direct": not delta and not compare, "with_frozen": with_frozen}
         for engine in engines:
             if engine in self.links:
                 followers.setdefault(self.links[engine][0], []).append(engine)
@@ -161,7 +162,7 @@ class Peers:
         started = []
         for source, some in followers.items():
             try:
-                self.sink.start_push(source, version, some, delta, with_frozen)
+                self.sink.start_push(source, version, some, **how)
                 started.append(source)
             except Exception as error:
                 self._note_failure(source, some, error, outcomes)

@@ -380,13 +380,13 @@ class MemoryEngines:
         for rank in self.engines[source].ranks:
             rank.for_peers.withdraw(engine)
 
-    def start_push(self, source: int, version: int, engines: Collection[int], delta: bool, with_frozen: bool) -> None:
+    def start_push(self, source: int, version: int, engines: Collection[int], **how: bool) -> None:
         self._alive("give", source)
-        self.gifts.append((source, version, sorted(engines), delta))
+        self.gifts.append((source, version, sorted(engines), how["delta"]))
         if self.engines[source].loaded_version != version:
             raise RefitError(f"this engine has version {self.engines[source].loaded_version}")
         for rank in self.engines[source].ranks:
-            rank.for_peers.start_push(rank.contents(), version, engines, delta, with_frozen)
+            rank.for_peers.start_push(rank.contents(), version, engines, **how)
 
     def finish_push(self, source: int) -> list[SendReport]:
         self._alive("given", source)

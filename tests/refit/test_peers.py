@@ -240,6 +240,7 @@ def test_every_byte_travels_once_to_a_machine(make, mode, transport):
         assert run.trainer.pushes[-1]["engines"] == [0]
         between.append(sum(report.nbytes for report in run.trainer.reports[-1]))
         assert report.nbytes == between[-1]  # to each engine, wherever from
+        assert report.direct == (mode == "full")
     assert run.engines.gifts[-1] == (0, 3, [1, 2, 3], mode == "delta")
     if mode == "full":
         assert between == [to_each / 4] * 3

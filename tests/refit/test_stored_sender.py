@@ -40,8 +40,9 @@ class Relay:
             taker.links = [IncomingLink(end, route)]
 
     def give(self, version: int, *, delta: bool = False, with_frozen: bool = True) -> list[SendReport]:
+        how = {"delta": delta, "direct": not delta, "with_frozen": with_frozen}
         for giver in self.givers:
-            giver.for_peers.start_push(giver.contents(), version, [1], delta, with_frozen)
+            giver.for_peers.start_push(giver.contents(), version, [1], **how)
         with ThreadPoolExecutor() as threads:
             loads = [threads.submit(rank.load, version, True, with_frozen, lambda: None) for rank in self.takers]
         for load in loads:
@@ -110,7 +111,7 @@ def test_a_load_ends_a_push_that_nobody_takes():
     relay = Relay(stream)
     stream.deliver(weights, 0)
     (giver,) = relay.givers
-    giver.for_peers.start_push(giver.contents(), 0, [1], False, True)
+    giver.for_peers.start_push(giver.contents(), 0, [1], delta=False)
     stream.deliver(random_weights(PARTS, seed=1), 1)
     with pytest.raises(RefitError, match="stopped"):
         giver.for_peers.finish_push()

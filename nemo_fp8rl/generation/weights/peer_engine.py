@@ -32,15 +32,17 @@ class PeerEngine:
         """Close the links to another engine."""
         self.core.rpc("nemo_fp8rl_withdraw", engine)
 
-    def start_push(self, version: int, engines: Sequence[int], delta: bool, with_frozen: bool) -> None:
+    def start_push(self, version: int, engines: Sequence[int], how: dict[str, bool]) -> None:
         """Begin to send the version in memory to other engines; this engine may generate meanwhile.
+
+        how:    the keywords of `PeerSource.start_push`
 
         Raises: RefitError where it has another version, or a tensor in a form that cannot be passed on
         """
         if self.loaded_version != version or self.sleep_level:
             raise RefitError(f"this engine sleeps or has version {self.loaded_version}, so it cannot give {version}")
         with self._errors_as_death():
-            raise_first(self.core.rpc("nemo_fp8rl_start_push", version, list(engines), delta, with_frozen))
+            raise_first(self.core.rpc("nemo_fp8rl_start_push", version, list(engines), how))
 
     def finish_push(self) -> list[SendReport]:
         """Wait until everything is sent, and return one report per rank."""

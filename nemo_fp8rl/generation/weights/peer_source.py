@@ -79,12 +79,14 @@ class PeerSource:
         contents: Sequence[tuple[TensorPart, Content]],
         version: int,
         engines: Collection[int],
+        *,
         delta: bool,
-        with_frozen: bool,
+        **how: Any,
     ) -> None:
         """Begin to send these weights to these engines. Raises RefitError for a piece whose digest is not known.
 
         delta:   the engines have the version before this one
+        how:     direct and with_frozen, as in `StoredSender.send`
         """
         self.stop()
         if self.rank is None:
@@ -94,7 +96,7 @@ class PeerSource:
         if self.digests and unknown:
             raise RefitError(f"this engine has {unknown[0]} in other pieces than it is to pass on")
         passed: dict[str, Any] = {"digests": dict(self.digests), "deltas": self.deltas if delta else {}}
-        self.rank.start(contents, version, engines, **passed, with_frozen=with_frozen)
+        self.rank.start(contents, version, engines, **passed, **how)
 
     def finish_push(self) -> SendReport:
         """Wait until everything is sent."""

@@ -134,12 +134,12 @@ class RefitWorkerExtension:
     def nemo_fp8rl_withdraw(self, engine: int) -> None:
         self.weight_store.for_peers.withdraw(engine)
 
-    def nemo_fp8rl_start_push(self, version: int, engines: Sequence[int], delta: bool, with_frozen: bool) -> str:
+    def nemo_fp8rl_start_push(self, version: int, engines: Sequence[int], how: dict[str, bool]) -> str:
         """Begin to send the weights in memory to other engines; return "", or the reason why that cannot be."""
         store = self.weight_store
 
         def start() -> None:
-            store.for_peers.start_push(store.contents(), version, engines, delta, with_frozen)
+            store.for_peers.start_push(store.contents(), version, engines, **how)
 
         return _call_or_refuse(start, None)[1]
 

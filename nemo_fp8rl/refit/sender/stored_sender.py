@@ -16,7 +16,7 @@ from nemo_fp8rl.refit.deferred_checks import PendingDigest
 from nemo_fp8rl.refit.manifest import TensorPart
 from nemo_fp8rl.refit.message import Content, Encoding
 from nemo_fp8rl.refit.reports import LinkId, SendReport
-from nemo_fp8rl.refit.sender.push import Link, Piece, Push
+from nemo_fp8rl.refit.sender.push import Link, Piece, Push, PushPlan
 
 PieceKey = tuple[str, Region]
 """The name and the region of a piece."""
@@ -26,6 +26,9 @@ class StoredSender:
     """Sends what an engine rank stores to ranks that store the same. The weights must not change meanwhile."""
 
     owner = "engine"
+
+    def __init__(self) -> None:
+        self.plan = PushPlan()
 
     @torch.no_grad()
     def send(
@@ -37,6 +40,7 @@ class StoredSender:
         digests: Mapping[PieceKey, str] = MappingProxyType({}),
         deltas: Mapping[PieceKey, tuple[Encoding, Tensor]] = MappingProxyType({}),
         with_frozen: bool = True,
+        direct: bool = False,
         **_: Any,
     ) -> SendReport:
         """Send every link its pieces of these weights. A link that breaks is left out of the rest and reported.
@@ -45,9 +49,14 @@ class StoredSender:
         digests: by piece, what the trainer sent; empty where nothing is verified
         deltas:  by piece, (encoding, payload) of the delta as it came; every sink has the version before it
         with_frozen: send tensors that never change; every sink has them otherwise
+        direct:  write pieces into the places that sinks open as they load the version; not with deltas
         """
-        push = Push(version, links, with_frozen)
+        if not self.plan.serves(links, with_frozen):
+            self.plan = PushPlan(links, with_frozen)
+        push = Push(version, links, self.plan)
         try:
+            if direct:
+                push.wait_for_places()
             for part, content in weights:
                 for piece in push.pieces.pop(part.name, ()):
                     key = part.name, piece.part.region
@@ -62,14 +71,12 @@ class StoredSender:
     def _send_piece(
         self, push: Push, piece: Piece, stored: Content, digest: PendingDigest, delta: tuple[Encoding, Tensor] | None
     ) -> None:
-        encoding, payload = delta or ("full", None)
-        nbytes = piece.part.nbytes if payload is None else payload.nbytes
-        if (entry := push.reserve(piece, nbytes)) is None:
+        if delta is None:
+            if (target := push.target(piece)) is not None:
+                with push.report.time_stage("encode"):
+                    target.content.copy_(stored)
+                push.add_whole(piece, target, digest)
             return
-        with push.report.time_stage("encode"):
-            if payload is not None:
-                entry.copy_(payload)
-            else:
-                for place, values in zip(Content.of(piece.part, entry).tensors, stored.tensors, strict=True):
-                    place.copy_(values)
-        push.add(piece, entry, encoding, digest)
+        encoding, payload = delta
+        if (entry := push.reserve(piece, payload.nbytes)) is not None:
+            push.add(piece, entry.copy_(payload), encoding, digest)
