@@ -11,6 +11,7 @@ There a refit waits until every trainer rank has ended its push before it makes 
 
 import logging
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class OfferedPlaces:
         self.is_withdrawn = False
         self._offer: Offer | None = None
         self._file: SharedFile | None = None
-        self._ends: Sequence[ReceivingEnd] = ()  # to which the offer was made
+        self._ends: list[weakref.ref[ReceivingEnd]] = []  # to which the offer was made
         self._tensors: Sequence[Tensor] = ()
         self._pointers: list[int] = []
 
@@ -50,11 +51,12 @@ class OfferedPlaces:
                   with no other tensor
         contents: returns the memory of what is written in place, once the tensors are where they stay
         """
-        if self._file is not None and any(end not in ends for end in self._ends):
+        present = {id(end) for end in ends}
+        if self._file is not None and any(id(end()) not in present for end in self._ends):
             self._move(self._tensors)
             self._offer, self._pointers = None, _pointers(self._tensors)
         offer = self._renew(ends, tensors, contents) if tensors and not self.is_withdrawn else None
-        self._ends = ends
+        self._ends = [weakref.ref(end) for end in ends]
         for end in ends:
             end.open_places(version, offer)
         return offer.places if offer is not None else None
