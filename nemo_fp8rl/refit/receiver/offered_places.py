@@ -90,23 +90,26 @@ class OfferedPlaces:
 
     def _move(self, tensors: Sequence[Tensor]) -> None:
         """Move the tensors into a new file. One for which there is no memory gets, or keeps, memory of its own."""
-        old, file, start = self._file, SharedFile(sum(map(_page_bytes, tensors))), 0
-        shortage: OSError | None = None
+        old, start, shortage = self._file, 0, ""
+        try:
+            self._file = SharedFile(sum(map(_page_bytes, tensors)))
+        except OSError as error:
+            self._file, shortage = None, str(error)
         for tensor in tensors:
-            nbytes, before = _page_bytes(tensor), old.offset_of(tensor) if old is not None else None
+            before = old.offset_of(tensor) if old is not None else None
             try:
-                memory = file.take(start, tensor.nbytes).view(tensor.dtype)
-                tensor.data = memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.data)
+                if self._file is not None:
+                    memory = self._file.take(start, tensor.nbytes).view(tensor.dtype)
+                    tensor.data = memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.data)
             except OSError as error:
-                shortage = error
-                if before is not None:
-                    tensor.data = tensor.data.clone()
+                shortage = str(error)
             if old is not None and before is not None:
-                old.free(before, nbytes)
-            start += nbytes
-        if shortage is not None:
-            logger.warning("some of the engine's weights go through buckets: no memory to share (%s)", shortage)
-        self._file = file
+                if old.offset_of(tensor) is not None:
+                    tensor.data = tensor.data.clone()
+                old.free(before, _page_bytes(tensor))
+            start += _page_bytes(tensor)
+        if shortage:
+            logger.warning("weights of this engine go through buckets: no memory to share (%s)", shortage)
 
     def _make_offer(self, reach: Reach, contents: Contents, device: torch.device) -> Offer:
         memory: list[Any] = []
