@@ -8,9 +8,9 @@ step at a learning rate of 1e-6. The ways:
 
     classic         bf16 travels, the engine's worker quantizes by NeMo RL's formulation, vLLM's layerwise reload
     full, loaders   FP8 travels; layerwise reload, as for what vLLM repacks (a run's first also compares what is held)
-    full            FP8 travels; written to where it belongs, which is what a run does
+    full            FP8 is written to where it belongs, by the trainer on a CPU, which is what a run does
     delta           what changed travels and is applied in place
-    wire            as full, but the engine drops what it receives
+    wire            FP8 travels through buckets, and the engine drops what it receives
 
 Every figure is user CPU seconds of both processes together unless it says otherwise, a median over the rounds; digests
 are verified, as by default. With --vocabulary 151936 the embedding is the real one, a quarter of the parameters. On

@@ -71,6 +71,8 @@ class WeightStore:
         self.all_slots = self.slots | self.adapter_slots
         self.direct_names: frozenset[str] = frozenset(self.adapter_slots)
         self.offered = OfferedPlaces()
+        if current_platform.is_cuda() and config.model_config.enable_sleep_mode:
+            self.offered.withdraw()  # the addresses stay when it wakes, but not the memory that others have mapped
         self.version = -1
         self.verify_seconds = 0.0
         self.for_peers = PeerSource(model_runner.device)

@@ -214,12 +214,11 @@ class RefitWorkerExtension:
         """
         if "weight_store" in self.__dict__:
             self.weight_store.for_peers.stop()
-        if level == 2 or current_platform.is_cuda():
-            self.weight_store.offered.withdraw()
         if current_platform.is_cuda():
             return self._sleep_on_gpu(level)
         freed = self._free("kv_cache", self.model_runner.kv_caches) if level else 0
         if level == 2:
+            self.weight_store.offered.withdraw()
             freed += self._free("weights", self.model_runner.get_model().parameters())
             freed += self.weight_store.drop_dequantized()
         return freed

@@ -11,6 +11,7 @@ There a refit waits until every trainer rank has ended its push before it makes 
 
 import logging
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class OfferedPlaces:
         self.is_withdrawn = False
         self._offer: Offer | None = None
         self._file: SharedFile | None = None
-        self._ends: Sequence[ReceivingEnd] = ()  # to which the offer was made
+        self._ends: list[weakref.ref[ReceivingEnd]] = []  # to which the offer was made
         self._tensors: Sequence[Tensor] = ()
         self._pointers: list[int] = []
 
@@ -50,11 +51,12 @@ class OfferedPlaces:
                   with no other tensor
         contents: returns the memory of what is written in place, once the tensors are where they stay
         """
-        if self._file is not None and any(end not in ends for end in self._ends):
+        present = {id(end) for end in ends}
+        if self._file is not None and any(id(end()) not in present for end in self._ends):
             self._move(self._tensors)
             self._offer, self._pointers = None, _pointers(self._tensors)
         offer = self._renew(ends, tensors, contents) if tensors and not self.is_withdrawn else None
-        self._ends = ends
+        self._ends = [weakref.ref(end) for end in ends]
         for end in ends:
             end.open_places(version, offer)
         return offer.places if offer is not None else None
@@ -88,23 +90,26 @@ class OfferedPlaces:
 
     def _move(self, tensors: Sequence[Tensor]) -> None:
         """Move the tensors into a new file. One for which there is no memory gets, or keeps, memory of its own."""
-        old, file, start = self._file, SharedFile(sum(map(_page_bytes, tensors))), 0
-        shortage: OSError | None = None
+        old, start, shortage = self._file, 0, ""
+        try:
+            self._file = SharedFile(sum(map(_page_bytes, tensors)))
+        except OSError as error:
+            self._file, shortage = None, str(error)
         for tensor in tensors:
-            nbytes, before = _page_bytes(tensor), old.offset_of(tensor) if old is not None else None
+            before = old.offset_of(tensor) if old is not None else None
             try:
-                memory = file.take(start, tensor.nbytes).view(tensor.dtype)
-                tensor.data = memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.data)
+                if self._file is not None:
+                    memory = self._file.take(start, tensor.nbytes).view(tensor.dtype)
+                    tensor.data = memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.data)
             except OSError as error:
-                shortage = error
-                if before is not None:
-                    tensor.data = tensor.data.clone()
+                shortage = str(error)
             if old is not None and before is not None:
-                old.free(before, nbytes)
-            start += nbytes
-        if shortage is not None:
-            logger.warning("some of the engine's weights go through buckets: no memory to share (%s)", shortage)
-        self._file = file
+                if old.offset_of(tensor) is not None:
+                    tensor.data = tensor.data.clone()
+                old.free(before, _page_bytes(tensor))
+            start += _page_bytes(tensor)
+        if shortage:
+            logger.warning("weights of this engine go through buckets: no memory to share (%s)", shortage)
 
     def _make_offer(self, reach: Reach, contents: Contents, device: torch.device) -> Offer:
         memory: list[Any] = []

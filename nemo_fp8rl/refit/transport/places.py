@@ -46,7 +46,7 @@ class Places:
     def find(self, piece: TensorPart) -> "Content | None":
         """Return views of a piece's place.
 
-        None where the piece has none, and where the quantizer could not write it: matrices must be contiguous.
+        None where the piece has none, and where the quantizer would not write it: matrices must be contiguous.
         """
         if piece not in self._of_pieces:
             self._of_pieces[piece] = self._cut(piece)
@@ -130,5 +130,6 @@ def _view(memory: Tensor, start: int, strides: Sequence[int], dtype: torch.dtype
 
 
 def _has_contiguous_matrices(content: "Content") -> bool:
-    tensors = (content.data, content.scale_inv)
-    return all(x is None or (x[0] if x.dim() > 2 else x).is_contiguous() for x in tensors)
+    """Return True where each matrix can be quantized into its place; on a GPU all of a stack by one launch."""
+    tensors = [x for x in (content.data, content.scale_inv) if x is not None]
+    return all((x[0] if x.dim() > 2 and not x.is_cuda else x).is_contiguous() for x in tensors)
