@@ -52,7 +52,7 @@ from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.generation import engine_arguments
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
-from nemo_fp8rl.refit.full_or_delta import ModeChoice
+from nemo_fp8rl.refit.driver.full_or_delta import ModeChoice
 from nemo_fp8rl.refit.manifest import Sources, TensorPart, to_json
 from nemo_fp8rl.refit.reports import RefitReport
 from nemo_fp8rl.refit.route_plan import plan

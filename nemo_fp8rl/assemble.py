@@ -15,7 +15,7 @@ from nemo_fp8rl.ops.alignment import Alignment, choose_alignment
 from nemo_fp8rl.policy.interface import PolicyDescription
 from nemo_fp8rl.policy.rank_group import MegatronPolicy, deaths_as_user_errors
 from nemo_fp8rl.refit.bridge import RefitBridge
-from nemo_fp8rl.refit.full_or_delta import Mode
+from nemo_fp8rl.refit.driver.full_or_delta import Mode
 from nemo_fp8rl.refit.interface import Transport
 from nemo_fp8rl.refit.manifest import RefitError
 from nemo_fp8rl.refit.reports import RefitReport

@@ -19,7 +19,7 @@ What fails, and what then happens:
     any failure before engines begin to load      engines go on from the last version, as they do between refits
     an engine is found dead between two refits    `recover`: it is started again and gets the committed version from
                                                   the trainer, or, where its weights have moved on, from an engine that
-                                                  can give it (`peers`); else it stays fenced until the next refit
+                                                  can give it (`driver.peers`); else it stays fenced until the next refit
     an engine that gives a version dies           another one gives it to an engine that catches up; in a refit, the
                                                   trainer sends it to the engines that lack it
     an engine dies, and enough others remain      its place is empty (`WeightSink.replace`), the others go on
@@ -36,11 +36,11 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from nemo_fp8rl.refit.engine_links import EngineLinks
-from nemo_fp8rl.refit.full_or_delta import Mode, ModeChoice
+from nemo_fp8rl.refit.driver.engine_links import EngineLinks
+from nemo_fp8rl.refit.driver.full_or_delta import Mode, ModeChoice
+from nemo_fp8rl.refit.driver.peers import Verify
 from nemo_fp8rl.refit.interface import Transport, WeightSink, WeightSource
 from nemo_fp8rl.refit.manifest import RefitError
-from nemo_fp8rl.refit.peers import Verify
 from nemo_fp8rl.refit.reports import LoadReport, RefitReport, SendReport
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from nemo_fp8rl.hf.checkpoint_reader import CheckpointReader
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.hf.model_tensors import expected_tensors
 from nemo_fp8rl.hf.storage.shard_writer import ShardWriter
-from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
+from nemo_fp8rl.refit.sender.checkpoint_form import to_checkpoint_form
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 

@@ -21,7 +21,7 @@ from nemo_fp8rl.config.recipe import load
 from nemo_fp8rl.fp8 import Fp8Layers
 from nemo_fp8rl.hf.adapter_folder import CONFIG, WEIGHTS
 from nemo_fp8rl.policy.rank.worker import MegatronWorker
-from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
+from nemo_fp8rl.refit.sender.checkpoint_form import to_checkpoint_form
 from tests.conftest import RECIPES, SMALL
 
 BLOCK = "policy.megatron_cfg.peft"

@@ -17,7 +17,7 @@ from nemo_fp8rl.generation import engine_pool
 from nemo_fp8rl.generation.engine import VllmEngine
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
-from nemo_fp8rl.refit.full_or_delta import ModeChoice
+from nemo_fp8rl.refit.driver.full_or_delta import ModeChoice
 from nemo_fp8rl.refit.reports import RefitReport
 from nemo_fp8rl.workers import WorkerDied, Workers
 from tests.conftest import RECIPES

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from nemo_fp8rl.policy.rank.worker import MegatronWorker
-from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
+from nemo_fp8rl.refit.sender.checkpoint_form import to_checkpoint_form
 
 
 def sent_tensors(worker: MegatronWorker) -> dict[str, Tensor]:

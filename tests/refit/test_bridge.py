@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_fp8rl.refit import message
 from nemo_fp8rl.refit.bridge import RefitBridge
 from nemo_fp8rl.refit.digest import WORD_SUM_PREFIX, word_sum_digest
-from nemo_fp8rl.refit.full_or_delta import RETRY_AFTER, ModeChoice
+from nemo_fp8rl.refit.driver.full_or_delta import RETRY_AFTER, ModeChoice
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Header
 from nemo_fp8rl.refit.sender.weight_sender import MIN_DELTA_BYTES

@@ -33,7 +33,7 @@ from nemo_fp8rl.hf.hub import TOKENIZER_FILES
 from nemo_fp8rl.hf.model_config import HfConfig, checkpoint_hint, read_hf_config
 from nemo_fp8rl.hf.model_tensors import EMBEDDING, expected_tensors
 from nemo_fp8rl.hf.storage.shard_writer import ShardWriter, TensorSpec
-from nemo_fp8rl.refit.checkpoint_form import to_checkpoint_form
+from nemo_fp8rl.refit.sender.checkpoint_form import to_checkpoint_form
 
 COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)
 MATRIX = 2

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from nemo_fp8rl.refit.driver.peers import Peers
 from nemo_fp8rl.refit.interface import Transport, WeightSink, WeightSource
 from nemo_fp8rl.refit.manifest import cross_domain_share
-from nemo_fp8rl.refit.peers import Peers
 from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.refit.route_plan import Links, bucket_memory, plan
 
