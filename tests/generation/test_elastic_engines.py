@@ -406,6 +406,29 @@ def test_an_engine_that_leaves_answers_what_it_has(make, monkeypatch):
     run.assert_all_sound()
 
 
+def test_an_engine_that_dies_as_it_leaves_is_not_replaced(make, monkeypatch):
+    run, asking = make(first=3), []
+    stream = FakeEngine.stream
+
+    def slow(engine: FakeEngine, *arguments: Any) -> Iterator[Any]:
+        for item in stream(engine, *arguments):
+            run.until(lambda: engine.died or engine is not run.processes.engines[2])
+            yield item
+            engine.check()
+
+    monkeypatch.setattr(FakeEngine, "stream", slow)
+    leaver = run.processes.engines[2]
+    run.begin(lambda: asking.append(run.ask()))
+    run.until(lambda: run.pool.in_flight[2] > 0)
+    run.engines.want(2)
+    run.until(lambda: run.pool.leaving == {2})
+    leaver.kill()
+    run.until(lambda: serves(run, {0, 1}))
+    assert (run.engines.wanted, run.engines.left, run.engines.lost, run.pool.engine_restarts) == (2, 1, 0, 0)
+    run.join_threads()
+    run.assert_all_sound()
+
+
 def test_an_engine_that_dies_leaves_its_prompts_to_the_others_and_returns(make):
     run = make()
     run.processes.start = 0.3
