@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 
 from nemo_fp8rl.generation.elastic_engines import ElasticEngines, write_wanted
 from nemo_fp8rl.workers import WorkerDied
+from tests.conftest import RECIPES
 from tests.generation.test_faults import ASYNC, WAVES, Run, process_of
 
 PLACES = ("cluster.generation_engines=1", "cluster.min_generation_engines=1", "cluster.max_generation_engines=2")
@@ -101,6 +103,43 @@ def test_engines_join_die_and_leave_under_load_and_outlive_their_trainer(tiny_ov
         "joined with": ["version 0", "version 1"],
         "restarts": 1,
     }
+
+
+@pytest.mark.long
+def test_a_run_takes_the_engines_that_its_operator_wants(warm_overrides, tmp_path):
+    """Between two steps, from the file of `nemo-fp8rl engines`; its first metrics with two engines end the run."""
+    folder, command = tmp_path / "run", [sys.executable, "-m", "nemo_fp8rl.cli"]
+    keys = (*warm_overrides, "cluster.backend=ray", *PLACES, f"logger.log_dir={folder}", "grpo.max_num_steps=100000")
+    keys = (*keys, "checkpointing.enabled=false", "grpo.val_period=0", "grpo.val_at_start=false")
+    train = [*command, "train", "--config", str(RECIPES / "tiny_cpu.yaml"), *keys]
+    log = tmp_path / "log"
+    with log.open("w") as output, subprocess.Popen(train, stdout=output, stderr=subprocess.STDOUT) as running:
+        try:
+            until(lambda: rows(folder) != [], running)
+            assert {row["generation/engines"] for row in rows(folder)} == {1}
+            done = subprocess.run([*command, "engines", str(folder), "2"], check=True, capture_output=True, timeout=300)
+            assert done.stdout.decode() == f"{folder} is to have 2 engines from its next step on\n"
+            until(lambda: rows(folder)[-1]["generation/engines"] == 2, running)
+            running.send_signal(signal.SIGTERM)
+            running.wait(300)
+        finally:
+            running.kill()
+    said = log.read_text()
+    assert "engines: 2 wanted" in said and "engine 1 joined after" in said, said
+    assert all(row["train/token_mult_prob_error"] < 1.001 for row in rows(folder))
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def until(holds: Callable[[], bool], running: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 600
+    while not holds():
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":
