@@ -259,9 +259,9 @@ class EnginePool(EngineClient):
         returns = not was_leaving and self.engine_restarts < self.cfg.cluster.max_engine_restarts
         self.engine_restarts += returns
         self.lives[engine] += 1
+        self.engines.end(engine)  # first: another one may start in its place as soon as that is empty
         with self.counting:
             self._empty(engine)
-        self.engines.end(engine)
         if not was_leaving:
             self.report_loss(engine, death, returns)
 

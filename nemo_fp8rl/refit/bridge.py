@@ -243,7 +243,7 @@ class RefitBridge:
             try:
                 self.source.withdraw(engine)
             finally:
-                if is_alive:
+                if is_alive and self._present([engine]):  # else another one may be starting in its place
                     self.sink.disconnect(engine)
 
     def _push_and_verify(
