@@ -199,17 +199,18 @@ def measure(folder: Path, arguments: argparse.Namespace, say: Any) -> dict[str, 
             asking.until(lambda: time.monotonic() - start > arguments.seconds)
             began = time.monotonic()
             for number in range(arguments.events):
-                wanted, serving = engines.wanted, sorted(generation.serving_engines())
-                possible = {"kill": len(serving) > 1, "join": wanted < arguments.most, "leave": wanted > 1}
+                wanted = engines.wanted
+                possible = {"kill": wanted > 1, "join": wanted < arguments.most, "leave": wanted > 1}
                 event = choose.choice([event for event, is_possible in possible.items() if is_possible])
                 counts[event] += 1
                 at = time.monotonic()
                 if event == "kill":
-                    kill_process(generation, choose.choice(serving))
+                    asking.until(lambda: len(generation.serving_engines()) > 1)
+                    kill_process(generation, choose.choice(sorted(generation.serving_engines())))
                 else:
                     write_wanted(run, cfg.cluster, wanted + (1 if event == "join" else -1))
                     engines.follow(run)
-                if choose.random() < 0.5:  # or the next event comes while an engine starts
+                if choose.random() < 0.3:  # or the next event comes while an engine starts
                     asking.until(is_settled, SETTLED_SECONDS)
                     waits.append(time.monotonic() - at)
                 else:
