@@ -23,6 +23,7 @@ from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.reports import LinkId, SendReport
 from nemo_fp8rl.refit.sender.push import Link, Piece, Push
+from nemo_fp8rl.refit.sender.tile_deltas import TileDeltas, can_pack, empty_payload
 from nemo_fp8rl.refit.sender.weight_regions import as_block_scaled, cut_weight
 
 MIN_DELTA_BYTES = 1 << 14
@@ -74,6 +75,7 @@ class WeightSender:
         assert not delta or self.base_version >= 0
         self.base_version, self.encodes = -1, encodes
         push = Push(version, links, with_frozen)
+        tiles = TileDeltas(push)
         if delta or keep:
             regions = {(name, piece.part.region) for name, pieces in push.pieces.items() for piece in pieces}
             self.base = {key: base for key, base in self.base.items() if key in regions}
@@ -84,10 +86,11 @@ class WeightSender:
                 for piece in push.pieces.pop(name, ()):
                     values = cut_weight(weight, self.parts[name], piece.part.region)
                     if delta and not piece.full_only and (piece.part.name, piece.part.region) in self.base:
-                        self._send_delta(push, piece, values, digests)
+                        self._send_delta(push, tiles, piece, values, digests)
                     else:
                         self._send_full(push, piece, values, keep, digests)
             assert not push.pieces, f"the trainer did not hand out {sorted(push.pieces)[0]}"
+            tiles.flush()
             push.finish()
             if keep and not push.report.failed:
                 self.base_version = version
@@ -119,8 +122,11 @@ class WeightSender:
                 self._base_of(part, device).copy_(payload)
         push.add(piece, entry, "full", digest)
 
-    def _send_delta(self, push: Push, piece: Piece, values: Weight, digests: bool) -> None:
+    def _send_delta(self, push: Push, tiles: TileDeltas, piece: Piece, values: Weight, digests: bool) -> None:
         part, base = piece.part, self._base_of(piece.part, _device_of(values))
+        if can_pack(part, base):
+            self._pack_delta(push, tiles, piece, values, digests)
+            return
         content = Content.of(part, base)
         with push.time_quantization(part):
             delta = self._update(push, part, values, content)
@@ -134,6 +140,20 @@ class WeightSender:
             entry[: part.scale_bytes] = base[: part.scale_bytes]
             entry[part.scale_bytes :] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             push.add(piece, entry, "delta", digest)
+
+    def _pack_delta(self, push: Push, tiles: TileDeltas, piece: Piece, values: Weight, digests: bool) -> None:
+        """Have the GPU pack what changed; the new bytes become the base, whose memory is free for the next piece."""
+        part, base = piece.part, self._base_of(piece.part, _device_of(values))
+        payload = empty_payload(part, base.device)
+        content = Content.of(part, payload)
+        with push.time_quantization(part):
+            self._quantize(push, part, values, content)
+        with push.report.time_stage("encode"):
+            digest = push.checks.take_digest(content) if digests else PendingDigest()
+            tiles.add(piece, base, payload, digest)
+        self.base[part.name, part.region] = payload
+        if tiles.is_full:
+            tiles.flush()
 
     def _quantize(self, push: Push, part: TensorPart, values: Weight, content: Content) -> None:
         """Write the values to the content: FP8 is copied, a part that is FP8 is quantized, others are converted."""
@@ -190,7 +210,7 @@ class WeightSender:
         """Return the memory, uint8 [part.nbytes] on the weights' device, for the bytes that are sent of a piece."""
         key = part.name, part.region
         if key not in self.base:
-            self.base[key] = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
+            self.base[key] = empty_payload(part, device)
         return self.base[key]
 
 
