@@ -3,7 +3,7 @@
 A bucket is a header in JSON and a payload. The payload is a sequence of entries, each at a multiple of
 `route_plan.ALIGNMENT` bytes. A full entry is the scales of a quantized piece (the global scale, then those of blocks)
 and its data. A delta entry is the scales and a message of `fp8.delta`. An entry of encoding `tiles` is the scales and a
-message of `fp8.kernels.tile_delta`, at a multiple of eight bytes. The digest is that of the piece as the engine will
+message of `fp8.kernels.tile_format`, at a multiple of eight bytes. The digest is that of the piece as the engine will
 store it, so it also proves that a delta was applied to the bytes from which it was made.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled
-from nemo_fp8rl.fp8.kernels.tile_delta import ROW
+from nemo_fp8rl.fp8.kernels.tile_format import ROW
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 

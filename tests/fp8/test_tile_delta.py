@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import DeltaError
-from nemo_fp8rl.fp8.kernels.tile_delta import (
-    HEADER,
-    MAGIC,
-    MAX_BYTES,
-    TILE,
-    TileDelta,
-    body_capacity,
-    body_start,
-    pack,
-)
+from nemo_fp8rl.fp8.kernels.tile_delta import TileDelta, pack
+from nemo_fp8rl.fp8.kernels.tile_format import HEADER, MAGIC, MAX_BYTES, TILE, body_capacity, body_start
 
 
 def versions(numel: int, share: float, seed: int = 0) -> tuple[Tensor, Tensor]:

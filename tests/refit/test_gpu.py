@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from nemo_fp8rl.fp8.kernels.tile_delta import TILE, TileDelta, body_capacity, body_start, kernels_for
+from nemo_fp8rl.fp8.kernels.tile_delta import TileDelta, kernels_for
+from nemo_fp8rl.fp8.kernels.tile_format import TILE, body_capacity, body_start
 from nemo_fp8rl.refit.digest import digest_of, has_digest, sum_contents, sum_words, word_sum_digest
 from nemo_fp8rl.refit.transport.handshake import Listener
 from nemo_fp8rl.refit.transport.link import GRACE, HOST, finish_gpu_work

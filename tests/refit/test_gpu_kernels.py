@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.kernels import tile_delta
-from nemo_fp8rl.fp8.kernels.tile_delta import MAX_BYTES, TILE, TileDelta, body_capacity, body_start
+from nemo_fp8rl.fp8.kernels.tile_delta import TileDelta
+from nemo_fp8rl.fp8.kernels.tile_format import MAX_BYTES, ROW, TILE, body_capacity, body_start
 from nemo_fp8rl.refit.digest import A, B, K, sum_words
 from nemo_fp8rl.refit.message import Header, message_start
 from nemo_fp8rl.refit.route_plan import align_up
@@ -260,7 +261,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, int]]]:
     """By name: (kernel, types, constants)."""
     from nemo_fp8rl.fp8.kernels import triton_digest, triton_tiles
 
-    frame = {"TILE": TILE, "HEADER_BYTES": triton_tiles.HEADER_BYTES, "ROW": tile_delta.ROW}
+    frame = {"TILE": TILE, "HEADER_BYTES": triton_tiles.HEADER_BYTES, "ROW": ROW}
     mark = {"MAGIC_NUMBER": triton_tiles.MAGIC_NUMBER}
     packing = {"old": BYTES, "new": BYTES, "message": BYTES, "used": "*i32", "numel": NUMBER, "capacity": NUMBER}
     checking = {"message": BYTES, "verdict": "*i64", "numel": NUMBER, "body_bytes": NUMBER}

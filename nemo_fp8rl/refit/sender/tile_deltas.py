@@ -1,4 +1,4 @@
-"""The deltas that a GPU packs (`fp8.kernels.tile_delta`): the host waits once for the sizes of many of them.
+"""The deltas that a GPU packs (`fp8.kernels.tile_format`): the host waits once for the sizes of many of them.
 
 The GPU packs piece after piece into memory of its own. Only when a group is complete does the host read how long the
 messages are, and copies them into buckets. A piece of which too much changed is then sent whole.
@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_fp8rl.fp8.kernels.tile_delta import MAX_BYTES, ROW, body_capacity, body_start, kernels_for
+from nemo_fp8rl.fp8.kernels.tile_delta import kernels_for
+from nemo_fp8rl.fp8.kernels.tile_format import MAX_BYTES, ROW, body_capacity, body_start
 from nemo_fp8rl.refit.deferred_checks import PendingDigest
 from nemo_fp8rl.refit.manifest import TensorPart
 from nemo_fp8rl.refit.message import message_start
