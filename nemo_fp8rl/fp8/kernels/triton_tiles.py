@@ -1,4 +1,4 @@
-"""The kernels of a delta in tiles (`tile_format`) on a GPU: pack, check and apply. A program handles one tile; none waits for another.
+"""The kernels of a delta in tiles (`tile_format`): pack, check and apply. A program has one tile, and waits for none.
 
 A program that packs compares eight bytes at a time. It counts the changes of its tile, takes room in the body by one
 atomic addition, and goes over the tile again, which is in the cache then, to write offsets and differences there. The
