@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/refit.py [--seconds 300] [--rounds 5] [--layers 8] [--json FILE] [--dry-run]
 
-The trainer is this process, the engine another one: on the second GPU if two are visible, else on the same one. Sections:
+The trainer is this process, the engine another one: on the second GPU if two are visible, else on the same. Sections:
 
 digests   the kernel for a message's pieces beside the formula in torch and a copy; its host time
 delta     find and pack, check, and apply the changes of one step at 1e-6: time and bytes, and the rate of a link below

@@ -19,7 +19,7 @@ from nemo_fp8rl.fp8.block_scaled import is_finite
 from nemo_fp8rl.refit.digest import WORD_SUM_PREFIX, format_word_sum, sum_contents
 from nemo_fp8rl.refit.message import Content
 
-GROUP_BYTES = 1 << 26
+GROUP_BYTES = 1 << 27
 """Bytes of pieces of which digests are taken together: their memory is kept until then."""
 ErrorFactory = Callable[[], Exception]
 """Makes the exception to raise. An exception object would keep alive the stack frames that keep it alive."""

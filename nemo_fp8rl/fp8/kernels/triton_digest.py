@@ -108,18 +108,19 @@ def sum_contents(contents: Sequence[Sequence[Tensor]], constants: tuple[int, int
     """
     device = contents[0][0].device
     sums = torch.zeros(len(contents), dtype=torch.int64, device=device)
-    rows, copies = list[list[int]](), list[Tensor]()
+    rows, copies, most_words = list[int](), list[Tensor](), 0
     for i, tensors in enumerate(contents):
         for number, tensor in enumerate(tensors):
             if tensor.numel():
-                rows.append([*_describe(tensor, copies), number << 40, i])
+                rows += (*_describe(tensor, copies), number << 40, i)
+                most_words = max(most_words, tensor.nbytes // 8)
     if not rows:
         return sums
     # from memory that the GPU reads by itself: a copy from other memory may wait for the work that is queued
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=_can_pin(device)).to(device, non_blocking=True)
-    programs = min(PROGRAMS, max(1, triton.cdiv(max(row[1] for row in rows), WORDS)))
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    programs = min(PROGRAMS, max(1, triton.cdiv(most_words, WORDS)))
     with torch.cuda.device_of(sums):
-        sum_tensor[programs, len(rows)](table, sums, FIELDS, WORDS, *constants, num_warps=8)
+        sum_tensor[programs, len(rows) // FIELDS](table, sums, FIELDS, WORDS, *constants, num_warps=8)
     return sums
 
 
@@ -129,6 +130,8 @@ def row_layout(tensor: Tensor) -> tuple[int, int, int, int] | None:
     Byte b of the contiguous bytes is byte b % run of row b // run; row r begins at r // inner * outer stride +
     r % inner * inner stride. A contiguous tensor is one run, with inner 0. None: the layout has more than two steps.
     """
+    if tensor.is_contiguous():
+        return tensor.nbytes, 0, 0, 0
     run = tensor.element_size()
     steps: list[list[int]] = []
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
@@ -149,20 +152,17 @@ def row_layout(tensor: Tensor) -> tuple[int, int, int, int] | None:
     return run, inner, inner_stride, outer_stride
 
 
-def _describe(tensor: Tensor, copies: list[Tensor]) -> list[int]:
+def _describe(tensor: Tensor, copies: list[Tensor]) -> tuple[int, ...]:
     """Return the first numbers of a row of the table; a tensor of another layout is copied, and added to `copies`."""
-    layout = row_layout(tensor)
-    if layout is None or (layout[1] == 0 and tensor.data_ptr() % 8 and tensor.nbytes >= MAX_STRIDED_BYTES):
+    layout, nbytes = row_layout(tensor), tensor.nbytes
+    if layout is None or (layout[1] == 0 and tensor.data_ptr() % 8 and nbytes >= MAX_STRIDED_BYTES):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         copies.append(tensor)
-        layout = tensor.nbytes, 0, 0, 0
+        layout = nbytes, 0, 0, 0
     run, inner, inner_stride, outer_stride = layout
-    aligned = math.gcd(8, tensor.data_ptr(), inner_stride, outer_stride, run if inner else 0)
+    address = tensor.data_ptr()
+    aligned = math.gcd(8, address, inner_stride, outer_stride, run if inner else 0)
     unit = aligned if aligned in (4, 8) else 1
     if unit < 8 and not inner:  # one row, which is read as rows are
         inner = 1
-    return [tensor.data_ptr(), tensor.nbytes // 8, tensor.nbytes % 8, run, inner, inner_stride, outer_stride, unit]
-
-
-def _can_pin(device: torch.device) -> bool:
-    return device.type == "cuda"
+    return address, nbytes // 8, nbytes % 8, run, inner, inner_stride, outer_stride, unit

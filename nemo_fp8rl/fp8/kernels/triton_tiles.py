@@ -7,6 +7,8 @@ order of the tiles in the body differs from run to run; the table says it.
 A check adds up, in one number, the bytes that the tiles use and FAULT for each tile that is not valid. The number
 starts at minus the bytes of the body, so it is 0 for a valid message alone (but for parts of tiles that overlap, which
 the digest finds); `apply_` then writes, and does nothing otherwise.
+
+Numbers are not specialized: those of each message are others, and each new kind would compile in a refit.
 """
 
 import math
@@ -66,7 +68,7 @@ def count_marks(marks):
     return ((marks * 0x0101010101010101) >> 56).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "capacity"])
 def pack_tile(
     old, new, message, used, numel, capacity,
     TILE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,
@@ -111,7 +113,7 @@ def pack_tile(
         tl.store(head + 3, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "body_bytes"])
 def check_tile(
     message, verdict, numel, body_bytes,
     TILE: tl.constexpr, HEADER_BYTES: tl.constexpr, ROW: tl.constexpr, MAGIC_NUMBER: tl.constexpr,
@@ -144,7 +146,7 @@ def check_tile(
     tl.atomic_add(verdict, added, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["run", "inner", "inner_stride", "outer_stride"])
 def apply_tile(
     data, message, verdict, run, inner, inner_stride, outer_stride,
     TILE: tl.constexpr, HEADER_BYTES: tl.constexpr, ROW: tl.constexpr, CHANGES: tl.constexpr,
