@@ -68,7 +68,7 @@ def count_marks(marks):
     return ((marks * 0x0101010101010101) >> 56).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["numel", "capacity"])
+@triton.jit(do_not_specialize=["numel", "capacity"], do_not_specialize_on_alignment=["message", "used"])
 def pack_tile(
     old, new, message, used, numel, capacity,
     TILE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr,

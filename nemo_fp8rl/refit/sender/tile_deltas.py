@@ -94,5 +94,5 @@ def empty_payload(part: TensorPart, device: torch.device) -> Tensor:
     Bytes are then compared eight at a time. Scales of four bytes begin at a multiple of four in any case.
     """
     before = -part.scale_bytes % ROW
-    before = before if before % 4 == 0 or not part.scale_bytes % 4 else 0
+    before = before if before % 4 == 0 else 0
     return torch.empty(before + part.nbytes, dtype=torch.uint8, device=device)[before:]
