@@ -10,7 +10,7 @@ step at a learning rate of 1e-6. The ways:
     full, loaders   FP8 travels; layerwise reload, as for what vLLM repacks (a run's first also compares what is held)
     full            FP8 is written to where it belongs, by the trainer on a CPU, which is what a run does
     delta           what changed travels and is applied in place
-    wire            FP8 travels through buckets, and the engine drops what it receives
+    wire            FP8 travels through buckets, with the trainer's work, and the engine drops what it receives
 
 Every figure is user CPU seconds of both processes together unless it says otherwise, a median over the rounds; digests
 are verified, as by default. With --vocabulary 151936 the embedding is the real one, a quarter of the parameters. On
@@ -76,7 +76,9 @@ WAYS = ("classic", "full, loaders", "full", "delta", "wire")
 
 
 class Bench:
-    def __init__(self, folder: Path, sizes: dict[str, Any]) -> None:
+    """A trainer in this process and an engine in another. engine_gpu: the engine's GPU, if it has another one."""
+
+    def __init__(self, folder: Path, sizes: dict[str, Any], engine_gpu: str = "") -> None:
         make_tiny(folder, "add")
         write_model(folder / "big", 0, "qwen3", "cuda" if ON_GPU else "cpu", **sizes)
         cfg = load(
@@ -95,6 +97,8 @@ class Bench:
         )
         engine_arguments.WORKER_EXTENSION = "refit_engine.BenchmarkExtension"
         self.cfg, self.policy = cfg, MegatronPolicy(cfg)
+        if engine_gpu:  # of the processes that start from here on; this one knows its GPU already
+            os.environ["CUDA_VISIBLE_DEVICES"] = engine_gpu
         self.generation = EnginePool(cfg)
         self.bridge = build_bridge(cfg, self.policy, self.generation)
         self.worker, self.core = self.policy.ranks.worker, self.generation.engines.worker.core

@@ -68,6 +68,15 @@ class BenchmarkExtension(RefitWorkerExtension):
         wait_for_gpu()
         return time.perf_counter() - start
 
+    def bench_messages(self, count: int) -> float:
+        """Receive so many messages, and release them unread. Seconds."""
+        start = time.perf_counter()
+        for link in self.refit_links:
+            for _ in range(count):
+                link.end.receive()
+                link.end.release()
+        return time.perf_counter() - start
+
     def bench_classic(self, version: int, scale_format: str) -> float:
         """What arrives in bf16 is quantized here, by NeMo RL's formulation, and goes through layerwise reload."""
         start = time.perf_counter()

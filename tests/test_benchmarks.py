@@ -54,6 +54,7 @@ ON_ONE_GPU = {
     "lora": ["--bases", "fp8_e2e", "--dry-run", "--json", "{}/figures.json"],
     "nemo_rl": ["--dry-run", "--json", "{}/figures.json"],
     "quantize": ["--rows", "512", "--columns", "1024", "--rounds", "2", "--json", "{}/figures.json"],
+    "refit": ["--dry-run", "--json", "{}/figures.json"],
     "training_state": ["--dry-run", "--json", "{}/figures.json"],
 }
 """Scripts of benchmarks/gpu. A dry run is on a CPU, on Triton's interpreter."""
@@ -254,6 +255,11 @@ def test_a_script_for_one_gpu_runs(name, tmp_path):
             "FP8 over its transport, command": "refits go by NeMo RL's own transport",
             "checkpoint engine, command": "refits go by our checkpoint engine",
         }
+    if name == "refit":
+        assert rows["digests", "equal"]["equal"]
+        assert rows["delta", "the new bytes"]["equal"]
+        assert {"classic", "whole", "whole without digests", "delta", "wire"} <= {case for _, case in rows}
+        assert rows["refit", "delta"]["nbytes"] < rows["refit", "whole"]["nbytes"]
     if name == "training_state":
         assert rows["memory", "the same two, bf16 gradients"]["bytes_of_a_parameter"] == pytest.approx(9, rel=0.01)
     if name == "align":

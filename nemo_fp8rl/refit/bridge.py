@@ -19,7 +19,7 @@ What fails, and what then happens:
     any failure before engines begin to load      engines go on from the last version, as they do between refits
     an engine is found dead between two refits    `recover`: it is started again and gets the committed version from
                                                   the trainer, or, where its weights have moved on, from an engine that
-                                                  can give it (`driver.peers`); else it stays fenced until the next refit
+                                                  can give it (`driver.peers`); else it stays fenced until a refit
     an engine that gives a version dies           another one gives it to an engine that catches up; in a refit, the
                                                   trainer sends it to the engines that lack it
     an engine dies, and enough others remain      its place is empty (`WeightSink.replace`), the others go on

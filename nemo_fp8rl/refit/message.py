@@ -2,31 +2,34 @@
 
 A bucket is a header in JSON and a payload. The payload is a sequence of entries, each at a multiple of
 `route_plan.ALIGNMENT` bytes. A full entry is the scales of a quantized piece (the global scale, then those of blocks)
-and its data; a delta entry is the scales and a message of `fp8.delta`; a direct entry has no bytes, because the source
-has written the piece into its place (`transport.places`). The digest is that of the piece as the engine
-will store it, so it also proves that a delta was applied to the bytes from which it was made.
+and its data. A delta entry is the scales and a message of `fp8.delta`. An entry of encoding `tiles` is the scales and a
+message of `fp8.kernels.tile_format`, at a multiple of eight bytes. A direct entry has no bytes, because the source has
+written the piece into its place (`transport.places`). The digest is that of the piece as the engine will store it, so
+it also proves that a delta was applied to the bytes from which it was made.
 """
 
 import json
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled
+from nemo_fp8rl.fp8.kernels.tile_format import ROW
 from nemo_fp8rl.refit.digest import bytes_of, digest_of, has_digest
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 
-Encoding = Literal["full", "delta", "direct"]
+Encoding = Literal["full", "delta", "tiles", "direct"]
+ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 
 
 class Entry(NamedTuple):
     """One piece in a bucket.
 
     piece:    index of the piece in the route
-    encoding: full, delta or direct
+    encoding: full, direct, or one of the two kinds of deltas
     nbytes:   bytes of the entry in the payload
     digest:   digest of the piece's scales and data, or empty
     """
@@ -63,7 +66,7 @@ class Header:
         try:
             version, sequence, raw, last, abort = json.loads(message)
             entries = tuple(Entry(int(p), e, int(n), str(d)) for p, e, n, d in raw)
-            if any(entry.encoding not in ("full", "delta", "direct") for entry in entries):
+            if any(entry.encoding not in ENCODINGS for entry in entries):
                 raise ValueError("an unknown encoding")
             return cls(int(version), int(sequence), entries, bool(last), str(abort))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -137,3 +140,8 @@ def scales_of(part: TensorPart, payload: Tensor) -> tuple[Tensor | None, Tensor 
     first = part.global_bytes
     block_scales = payload[first : part.scale_bytes].view(part.scale_dtype).view(part.scale_shape)
     return block_scales, payload[:first].view(torch.float32) if first else None
+
+
+def message_start(part: TensorPart) -> int:
+    """Return the bytes before the message of a delta in tiles, in an entry of this part."""
+    return -(-part.scale_bytes // ROW) * ROW

@@ -25,7 +25,6 @@ from nemo_fp8rl.fp8 import FP8, ScaleFormat, encode_scale, quantize_blockwise
 from nemo_fp8rl.fp8.delta import DeltaError
 from nemo_fp8rl.generation.weights.peer_source import PeerSource
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
-from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.interface import Addresses, Recover, Transport
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Content
@@ -213,18 +212,12 @@ class MemoryRank:
         target = self.at(item.part)
         if item.is_in_place:
             return
-        if item.content is not None:
-            target.data.copy_(item.content.data)
-        else:
-            assert item.delta is not None
-            if item.part.name not in self.direct_names:
-                raise RefitError(f"refit {version}: a delta of {item.part.name}, which is kept in a form of its own")
-            contiguous = target.data.contiguous()
-            try:
-                item.delta.apply_(bytes_of(contiguous))
-            except DeltaError as error:
-                raise RefitError(f"refit {version}: {item.part.name}: {error}") from None
-            target.data.copy_(contiguous)
+        if item.content is None and item.part.name not in self.direct_names:
+            raise RefitError(f"refit {version}: a delta of {item.part.name}, which is kept in a form of its own")
+        try:
+            item.write_data(target.data)
+        except DeltaError as error:
+            raise RefitError(f"refit {version}: {item.part.name}: {error}") from None
         for stored, received in zip((target.scale_inv, target.global_scale), item.scales, strict=True):
             if stored is not None and received is not None:
                 stored.copy_(received)

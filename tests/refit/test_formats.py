@@ -1,11 +1,14 @@
 """Every number format over the wire: full versions, deltas, any split of trainer and engine, damage."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
-from nemo_fp8rl.fp8 import FORMATS, NVFP4
+from nemo_fp8rl.fp8 import FORMATS, NVFP4, BlockScaled, quantize_blockwise
 from nemo_fp8rl.refit.manifest import TensorPart
-from tests.refit.memory_engine import Message, bf16, random_weights, split
+from tests.refit.memory_engine import Message, bf16, encode_of, random_weights, split
 from tests.refit.stream import NORM, UP, Stream, halve_some
 
 EACH = pytest.mark.parametrize("name", FORMATS)
@@ -48,9 +51,21 @@ def test_resharded_versions_and_deltas_are_those_of_the_whole_tensor_quantized(n
 
 
 @EACH
-def test_a_stack_of_matrices_arrives_as_the_matrix_below_one_another(name):
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["bf16", "quantized"])
+def test_a_stack_of_matrices_arrives_as_the_matrix_below_one_another(name, is_quantized):
     weights, stream = random_weights(parts(name)), Stream([parts(name)], [parts(name)])
-    stream.rank_values = lambda values, part: values[part.name].view(4, 128, -1) if part.format else values[part.name]
+
+    def values_of(values: dict[str, Tensor], part: TensorPart) -> Tensor | BlockScaled:
+        matrix = values[part.name]
+        if part.format is None:
+            return matrix
+        if not is_quantized:
+            return matrix.view(4, 128, -1)
+        whole = quantize_blockwise(matrix, format=part.format, scale_format=stream.fmt, encode=encode_of(values, UP))
+        scales = whole.scale_inv.view(4, -1, whole.scale_inv.size(-1))
+        return replace(whole, data=whole.data.view(4, 128, -1), scale_inv=scales)
+
+    stream.rank_values = values_of
     stream.deliver(weights, 0, keep=True)
     assert stream.has_weights(weights)
     weights = halve_some(weights, 0.01)

@@ -5,13 +5,17 @@ import time
 import pytest
 import torch
 
-from nemo_fp8rl.refit.digest import digest_of, has_digest, word_sum_digest
+from nemo_fp8rl.fp8.kernels.tile_delta import TileDelta, kernels_for
+from nemo_fp8rl.fp8.kernels.tile_format import TILE, body_capacity, body_start
+from nemo_fp8rl.refit.digest import digest_of, has_digest, sum_contents, sum_words, word_sum_digest
 from nemo_fp8rl.refit.manifest import TensorPart
 from nemo_fp8rl.refit.transport.handshake import Listener
 from nemo_fp8rl.refit.transport.link import GRACE, HOST, LinkError, finish_gpu_work
+from tests.fp8.test_tile_delta import versions
 from tests.refit.memory_engine import TRANSPORTS
 from tests.refit.remote_end import RemoteEnd
 from tests.refit.test_bridge import Run
+from tests.refit.test_gpu_kernels import layouts
 from tests.refit.transport.links import CAPACITY, LONG, TOKEN
 
 pytestmark = [
@@ -119,6 +123,44 @@ def test_digests_are_those_of_the_host():
     assert digest_of(values.to(GPU)) == word_sum_digest(values) != digest_of(values)
     assert has_digest(word_sum_digest(values), values.to(GPU))
     assert has_digest(digest_of(values), values.to(GPU))
+
+
+def test_digests_of_every_layout_are_those_of_the_formula():
+    contents = [tuple(tensor.to(GPU) for tensor in tensors) for tensors in layouts()]
+    (whole,) = contents[0]
+    bands = whole[:, 20:50, 4:40]  # `to` makes every tensor contiguous and aligned
+    parts = [bands, bands.transpose(0, 2), whole.view(-1)[1:], whole.view(-1)[4:1001]]
+    sums = sum_contents([*contents, *((part,) for part in parts)]).tolist()
+    expected = [*layouts(), *((part.cpu(),) for part in parts)]
+    assert sums == [int(sum_words(*tensors)) for tensors in expected]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_delta_that_it_packs_is_read_by_both_devices(shift):
+    """The tiles are in any order, so no specification has these very bytes."""
+    old, new = (version.to(GPU)[shift:] for version in versions(20 * TILE + 776 + shift, 0.01))
+    message = torch.empty(body_start(len(old)) + body_capacity(len(old)), dtype=torch.uint8, device=GPU)
+    used = torch.zeros(1, dtype=torch.int32, device=GPU)
+    kernels = kernels_for(old)
+    assert kernels is not None
+    kernels.pack(old, new, message, used)
+    message = message[: body_start(len(old)) + int(used)]
+    for place in (GPU, HOST):
+        data = old.to(place).clone()
+        delta = TileDelta.decode(message, len(old))
+        assert delta.verdict is not None
+        assert int(delta.verdict) == 0
+        delta.apply_(data)
+        assert torch.equal(data.cpu(), new.cpu())
+    rows = torch.zeros(4, len(old) // 4 + 9, dtype=torch.uint8, device=GPU)[:, 3 : 3 + len(old) // 4]
+    rows.copy_(old.view(4, -1))
+    TileDelta.decode(message.cpu(), len(old)).apply_(rows)
+    assert torch.equal(rows.reshape(-1), new)
+    message[0] += 1
+    damaged = TileDelta.decode(message, len(old))
+    damaged.apply_(rows)
+    assert int(damaged.verdict) != 0
+    assert torch.equal(rows.reshape(-1), new)
 
 
 def test_the_sender_waits_for_the_trainers_stream():

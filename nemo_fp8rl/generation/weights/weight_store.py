@@ -30,7 +30,6 @@ from nemo_fp8rl.generation.weights.placement import Slot, adapter_slots, slots
 from nemo_fp8rl.hf.adapters import NO_ADAPTERS
 from nemo_fp8rl.hf.model_config import read_hf_config
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest
-from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.expert_stacks import expert_name
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
@@ -273,21 +272,13 @@ class VersionLoad:
         whole = self.targets[item.part.name]
         assert whole is not None
         target = whole.cut(self.store.all_slots[item.part.name].part, item.part.region)
-        if item.content is not None:
-            if not item.is_in_place:
-                target.copy_(item.content)
-        else:
-            assert item.delta is not None
-            contiguous = target.data.contiguous()
-            try:
-                item.delta.apply_(bytes_of(contiguous))
-            except DeltaError as error:
-                raise RefitError(f"refit {self.version}: {item.part.name}: {error}") from None
-            if not target.data.is_contiguous():
-                target.data.copy_(contiguous)
-            for stored, received in zip((target.scale_inv, target.global_scale), item.scales, strict=True):
-                if stored is not None and received is not None:
-                    stored.copy_(received)
+        try:
+            item.write_data(target.data)
+        except DeltaError as error:
+            raise RefitError(f"refit {self.version}: {item.part.name}: {error}") from None
+        for stored, received in zip((target.scale_inv, target.global_scale), item.scales, strict=True):
+            if stored is not None and received is not None and not item.is_in_place:
+                stored.copy_(received)
         self.written.add(item.part.name)
         if self.verify:  # now, while the bytes are in the processor's cache
             self._verify_stored(item.part.name, target, item.digest)

@@ -13,18 +13,22 @@ changes depends on the learning rate, and the time of both kinds on the other lo
 class ModeChoice:
     """Under auto both kinds are tried, and the one is used that took less time over these links with these weights.
 
-    A delta needs the bytes of the previous version; the trainer stores them where `wants_base` says so.
+    A delta needs the bytes of the previous version; the trainer stores them where `wants_base` says so. The time of the
+    first delta is not recorded, because both sides compile kernels and allocate memory in it. That of a run's first
+    whole version is not either, because it goes through vLLM's loaders (`RefitBridge`).
 
     mode:      full, delta or auto
     seconds:   by kind, of the last refit of that kind
     last:      the kind of the last refit
     in_a_row:  number of refits of that kind in a row
+    had_delta: a delta was sent before
     """
 
     mode: Mode
     seconds: dict[str, float] = field(default_factory=dict)
     last: Literal["full", "delta"] = "full"
     in_a_row: int = 0
+    had_delta: bool = False
 
     @property
     def wants_delta(self) -> bool:
@@ -47,7 +51,9 @@ class ModeChoice:
     def record(self, delta: bool, seconds: float) -> None:
         """Record the time of a refit."""
         kind: Literal["full", "delta"] = "delta" if delta else "full"
-        self.seconds[kind] = seconds
+        if not delta or self.had_delta:
+            self.seconds[kind] = seconds
+        self.had_delta |= delta
         self.in_a_row = self.in_a_row + 1 if kind == self.last else 1
         self.last = kind
 

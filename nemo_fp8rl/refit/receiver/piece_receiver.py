@@ -12,9 +12,11 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.block_scaled import scale_values
 from nemo_fp8rl.fp8.delta import Delta, DeltaError
+from nemo_fp8rl.fp8.kernels.tile_delta import TileDelta
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks
+from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.refit.manifest import RefitError, Route, TensorPart
-from nemo_fp8rl.refit.message import Content, Encoding, Header, scales_of
+from nemo_fp8rl.refit.message import Content, Encoding, Header, message_start, scales_of
 from nemo_fp8rl.refit.receiver.module_order import ModuleOrder
 from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.transport import link_threads
@@ -36,11 +38,28 @@ class ReceivedPiece(NamedTuple):
 
     part: TensorPart
     content: Content | None
-    delta: Delta | None
+    delta: Delta | TileDelta | None
     scales: tuple[Tensor | None, Tensor | None]
     digest: str
     entry: tuple[Encoding, Tensor] | None = None
     is_in_place: bool = False
+
+    def write_data(self, data: Tensor) -> None:
+        """Write the piece's data, or its changes, over `data`, of any strides, without the scales.
+
+        Raises: DeltaError, before anything is written
+        """
+        if self.content is not None:
+            if not self.is_in_place:
+                data.copy_(self.content.data)
+        elif isinstance(self.delta, TileDelta):
+            self.delta.apply_(data)
+        else:
+            assert self.delta is not None
+            contiguous = data.contiguous()
+            self.delta.apply_(bytes_of(contiguous))
+            if not data.is_contiguous():
+                data.copy_(contiguous)
 
 
 @dataclass(frozen=True)
@@ -149,7 +168,7 @@ class _RouteProgress:
                 continue
             if data.nbytes != entry.nbytes or entry.nbytes < part.scale_bytes:
                 raise RefitError(f"{prefix}: {part.name} was cut off")
-            yield self._read_piece(part, entry.encoding == "delta", data, entry.digest)
+            yield self._read_piece(part, entry.encoding, data, entry.digest)
         if header.last:
             self.is_complete = True
             if self.missing:
@@ -164,8 +183,8 @@ class _RouteProgress:
         self._check_scales(part, *scales)
         return ReceivedPiece(part, content, None, scales, digest, is_in_place=True)
 
-    def _read_piece(self, part: TensorPart, is_delta: bool, data: Tensor, digest: str) -> ReceivedPiece:
-        if not is_delta:
+    def _read_piece(self, part: TensorPart, encoding: Encoding, data: Tensor, digest: str) -> ReceivedPiece:
+        if encoding == "full":
             if (nbytes := data.nbytes) != part.nbytes:
                 raise RefitError(f"refit {self.version}: {part.name} has {nbytes} bytes, must have {part.nbytes}")
             content = Content.of(part, data)
@@ -175,10 +194,26 @@ class _RouteProgress:
         scales = scales_of(part, data)
         self._check_scales(part, *scales)
         try:
-            delta = Delta.decode(data[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
+            delta = self._read_tiles(part, data) if encoding == "tiles" else self._read_list(part, data)
         except DeltaError as error:
             raise RefitError(f"refit {self.version}: {part.name}: {error}") from None
-        return ReceivedPiece(part, None, delta, scales, digest, ("delta", data))
+        return ReceivedPiece(part, None, delta, scales, digest, (encoding, data))
+
+    def _read_list(self, part: TensorPart, data: Tensor) -> Delta:
+        return Delta.decode(data[part.scale_bytes :].cpu().numpy().tobytes(), part.data_bytes)
+
+    def _read_tiles(self, part: TensorPart, data: Tensor) -> TileDelta:
+        """Read a delta in tiles; on a GPU its verdict is read with the other checks of the message."""
+        delta = TileDelta.decode(data[message_start(part) :], part.data_bytes)
+        if delta.verdict is not None:
+            text = f"refit {self.version}: {part.name}: a delta in tiles was damaged on its way"
+
+            def check(faults: int) -> None:
+                if faults:
+                    raise RefitError(text)
+
+            self.checks.read(delta.verdict, check)
+        return delta
 
     def _check_scales(self, part: TensorPart, scale_inv: Tensor | None, global_scale: Tensor | None) -> None:
         text = f"refit {self.version}: {part.name} has a scale that is not finite"

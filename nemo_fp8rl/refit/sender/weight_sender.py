@@ -24,6 +24,7 @@ from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.reports import LinkId, SendReport
 from nemo_fp8rl.refit.sender.piece_cut import QuantizedMatrices, Values, copy_matrices
 from nemo_fp8rl.refit.sender.push import Link, Piece, Push, PushPlan, Target
+from nemo_fp8rl.refit.sender.tile_deltas import TileDeltas, can_pack, empty_payload
 from nemo_fp8rl.refit.sender.weight_regions import as_block_scaled
 
 MIN_DELTA_BYTES = 1 << 14
@@ -82,6 +83,7 @@ class WeightSender:
         if not self.plan.serves(links, with_frozen):
             self.plan = PushPlan(links, with_frozen)
         push = Push(version, links, self.plan)
+        tiles = TileDeltas(push)
         if delta or keep:
             regions = {(name, piece.part.region) for name, pieces in push.pieces.items() for piece in pieces}
             self.base = {key: base for key, base in self.base.items() if key in regions}
@@ -94,10 +96,11 @@ class WeightSender:
                 for piece in push.pieces.pop(name, ()):
                     values = piece.cut.values(weight, self.parts[name], piece.part.region)
                     if delta and push.takes_delta(piece) and (piece.part.name, piece.part.region) in self.base:
-                        self._send_delta(push, piece, values, digests)
+                        self._send_delta(push, tiles, piece, values, digests)
                     else:
                         self._send_full(push, piece, values, keep, digests)
             assert not push.pieces, f"the trainer did not hand out {sorted(push.pieces)[0]}"
+            tiles.flush()
             push.finish()
             if keep and not push.report.failed:
                 self.base_version = version
@@ -131,8 +134,11 @@ class WeightSender:
                 Target(target.link, Content.of(part, base), base).copy_(filled)
         push.add_whole(piece, target, digest)
 
-    def _send_delta(self, push: Push, piece: Piece, values: Values, digests: bool) -> None:
+    def _send_delta(self, push: Push, tiles: TileDeltas, piece: Piece, values: Values, digests: bool) -> None:
         part, base = piece.part, self._base_of(piece.part, values.device)
+        if can_pack(part, base):
+            self._pack_delta(push, tiles, piece, values, digests)
+            return
         content = Content.of(part, base)
         with push.time_quantization(part):
             delta = self._update(push, part, values, content)
@@ -146,6 +152,20 @@ class WeightSender:
             entry[: part.scale_bytes] = base[: part.scale_bytes]
             entry[part.scale_bytes :] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             push.add(piece, entry, "delta", digest)
+
+    def _pack_delta(self, push: Push, tiles: TileDeltas, piece: Piece, values: Values, digests: bool) -> None:
+        """Have the GPU pack what changed; the new bytes become the base, whose memory is free for the next piece."""
+        part, base = piece.part, self._base_of(piece.part, values.device)
+        payload = empty_payload(part, base.device)
+        content = Content.of(part, payload)
+        with push.time_quantization(part):
+            self._quantize(push, part, values, content)
+        with push.report.time_stage("encode"):
+            digest = push.checks.take_digest(content) if digests else PendingDigest()
+            tiles.add(piece, base, payload, digest)
+        self.base[part.name, part.region] = payload
+        if tiles.is_full:
+            tiles.flush()
 
     def _quantize(self, push: Push, part: TensorPart, values: Values, content: Content) -> None:
         """Write the values to the content: FP8 is copied, a part that is FP8 is quantized, others are converted."""
@@ -167,6 +187,7 @@ class WeightSender:
             out.scale_inv.view(torch.uint8).copy_(values.scale_inv.view(torch.uint8))
             if out.global_scale is not None and values.global_scale is not None:
                 out.global_scale.copy_(values.global_scale)
+            _keep_global_scale(content, out, part)
             push.check_codes(part, content.as_block_scaled(part))
             return
         deferred = on_gpu(content.scale_inv)
@@ -210,7 +231,7 @@ class WeightSender:
         """Return the memory, uint8 [part.nbytes] on the weights' device, for the bytes that are sent of a piece."""
         key = part.name, part.region
         if key not in self.base:
-            self.base[key] = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
+            self.base[key] = empty_payload(part, device)
         return self.base[key]
 
 
