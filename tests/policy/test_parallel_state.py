@@ -228,7 +228,7 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     assert are_equal(got, expected)
     nbytes = sum(tensor.nbytes for tensor in expected.values())
     assert sum(report.nbytes for report in reports) == nbytes
-    assert max(report.nbytes for report in reports) < 0.8 * nbytes  # no rank sends all
+    assert max(report.nbytes for report in reports) < 0.9 * nbytes  # no rank sends all; small pieces count as well
 
 
 def matrices(piece: ReceivedPiece) -> Iterator[tuple[TensorPart, Content]]:
