@@ -1,8 +1,8 @@
 """`nemo-fp8rl export`: convert a bfloat16 HF checkpoint to a quantized one that vLLM serves without this package.
 
 The bytes equal those of a refit of the same weights (`refit.sender.checkpoint_form`); a scale of a square block is
-repeated for every row of the block, as vLLM's kernels read it. The formats rely on these facts, read in the source of vLLM
-0.32.0, model_executor/layers/quantization:
+repeated for every row of the block, as vLLM's kernels read it. The formats rely on these facts, read in the source of
+vLLM 0.32.0, model_executor/layers/quantization:
 
 - `Fp8Config.from_config` (fp8.py) reads `quant_method: fp8`, `activation_scheme`, `weight_block_size` and, without
   `ignored_layers`, `modules_to_not_convert`; it ignores other keys. E4M3 is its only format; `fmt` is written because
