@@ -18,13 +18,14 @@ What fails, and what then happens:
     the trainer dies or does not answer           its links break; engines that had begun to load stay fenced
     any failure before engines begin to load      engines go on from the last version, as they do between refits
     an engine is found dead between two refits    `recover`: it is started again and gets the committed version from
-                                                  the trainer, or, where its weights have moved on, from an engine that
-                                                  can give it (`driver.peers`); else it stays fenced until a refit
+                                                  the trainer, or, where its weights have moved on, from an engine
+                                                  that can give it; else it stays fenced until the next refit
     an engine that gives a version dies           another one gives it to an engine that catches up; in a refit, the
                                                   trainer sends it to the engines that lack it
     an engine dies, and enough others remain      its place is empty (`WeightSink.replace`), the others go on
 
 Engines join and leave between refits (`admit`, `release`); one that joins is brought to the version as in `recover`.
+What engines give to each other, and when, is in `driver.peers`.
 
 The engine pool only reports a dead engine (`WeightSink.report_deaths_to`); this bridge alone recovers it.
 The locks of the driver and their order are in `refit.interface`.
