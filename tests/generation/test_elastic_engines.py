@@ -176,10 +176,10 @@ class FakeEngineProcesses:
 
     def restart(self, engine: int) -> None:
         self.starts.append(engine)
+        self.engines[engine] = FakeEngine()
         time.sleep(self.start)
         if engine in self.no_place:
             raise UserError(f"Ray has started no process for generation-{engine}")
-        self.engines[engine] = FakeEngine()
 
     def ask(self, engine: int, method: str, within: float) -> Any:
         try:
@@ -449,6 +449,15 @@ def test_an_engine_that_dies_leaves_its_prompts_to_the_others_and_returns(make):
     died, joined = run.engines.follow(NOWHERE)
     assert died == "engine 1 died (the engine was killed); another one starts in its place"
     assert joined.startswith("engine 1 joined")
+
+
+def test_nothing_is_asked_of_the_engine_that_starts_in_a_dead_ones_place(make):
+    run = make(elastic=False)
+    run.pool.report_loss = lambda engine, death, returns: run.processes.restart(engine)
+    run.processes.engines[1].kill()
+    run.ask()
+    assert run.pool.serving_engines() == {0} and not run.processes.engines[1].died
+    run.assert_all_sound()
 
 
 @pytest.mark.parametrize("when", ["load", "commit"])
