@@ -78,6 +78,13 @@ def interpret() -> None:
     driver.set_active(FakeDriver())
 
 
+def lengthen_steps() -> None:
+    """Let the kernels of digests and deltas take many words at a time: a step costs the interpreter the same."""
+    from nemo_fp8rl.fp8.kernels import triton_digest, triton_tiles
+
+    triton_digest.WORDS, triton_tiles.WORDS = 1 << 14, triton_tiles.TILE // triton_tiles.WORD
+
+
 def _widen(bits: Any) -> Any:
     """float32 of bfloat16, given as uint16."""
     return (bits.astype("uint32") << 16).view("float32")

@@ -28,6 +28,7 @@ LIGHT = (
     "fp8.kernels",
     "fp8.kernels.reference",
     "fp8.kernels.emulate",
+    "fp8.kernels.tile_delta",
     "algorithms.advantages",
     "algorithms.correction",
     "algorithms.correction_config",

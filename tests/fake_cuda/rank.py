@@ -15,9 +15,11 @@ def own_gpu(rank: int) -> None:
     from tests.fake_cuda.device import install
 
     install()
+    from tests.interpreted_triton import lengthen_steps
     from tests.transformer_engine import fake_kernels
 
     assert fake_kernels.install()
+    lengthen_steps()
     fake_kernels.permute_by_torch()
     from nemo_fp8rl.policy.rank import worker
 

@@ -20,7 +20,7 @@ from nemo_fp8rl.refit.message import Header, message_start
 from nemo_fp8rl.refit.route_plan import align_up
 from nemo_fp8rl.refit.sender import tile_deltas
 from tests.fp8.test_tile_delta import DAMAGE, message_of, versions
-from tests.interpreted_triton import interpret
+from tests.interpreted_triton import interpret, lengthen_steps
 from tests.refit.fake_gpu_reads import ScalarReads, fake_gpu_reads
 from tests.refit.memory_engine import Message, bf16, fp8, random_weights, split
 from tests.refit.stream import DOWN, EMBED, NORM, UP, Stream, halve_some, record_entries
@@ -155,8 +155,9 @@ def _believe(both: bool) -> pytest.MonkeyPatch:
     from nemo_fp8rl.refit import deferred_checks
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(triton_digest, "WORDS", 1 << 14)  # fewer steps of the interpreter
-    patch.setattr(triton_tiles, "WORDS", TILE // 8)
+    patch.setattr(triton_digest, "WORDS", triton_digest.WORDS)  # so that it comes back
+    patch.setattr(triton_tiles, "WORDS", triton_tiles.WORDS)
+    lengthen_steps()
     fake_gpu_reads(patch)
     patch.setattr(deferred_checks, "sum_contents", lambda contents: triton_digest.sum_contents(contents, (K, A, B)))
     patch.setattr(tile_deltas, "kernels_for", lambda tensor: triton_tiles)
