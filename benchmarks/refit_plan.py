@@ -11,13 +11,16 @@ the first.
 The prediction is of a refit that is neither the first nor a delta. Trainer, link and engine work on different buckets
 at once, so the slowest of the three decides, plus one bucket through the other two:
 
-    trainer   host seconds + bytes / QUANTIZE + bytes / DIGEST
+    trainer   host seconds + bytes of different pieces / QUANTIZE + the same / DIGEST
     link      bytes / rate of the link + messages * LATENCY
     engine    host seconds + bytes / COPY + bytes / DIGEST
 
-QUANTIZE, DIGEST and COPY are rates of one H200, from the stages of benchmarks/results/refit_h200.json; the host seconds
-of its few large pieces are in them. LINKS has the links, of each rank. The formula's total for that file's own refit is
-printed beside the measured one: the stages are fitted, how they overlap is not.
+QUANTIZE and COPY are rates of one H200, from the stages of benchmarks/results/refit_h200.json; the host seconds of its
+few large pieces are in them, and in COPY the engine's waiting. DIGEST of that file is of torch's operations. A kernel
+takes digests since then; no GPU has run it yet, and DIGEST_KERNEL is a quarter of the bytes a second that the
+quantizer's kernel moved on that H200. `seen` is the prediction with that file's DIGEST. LINKS has the links, of each
+rank. The formula's total for that file's own refit is printed beside the measured one: the stages are fitted, how they
+overlap is not.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import pstats
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -40,6 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_fp8rl.common.machine import machine
+from nemo_fp8rl.generation.weights.peer_source import PeerSource
 from nemo_fp8rl.generation.weights.weight_store import VersionLoad
 from nemo_fp8rl.hf.model_config import HfConfig
 from nemo_fp8rl.policy.weights.layout import Layout
@@ -66,6 +71,8 @@ SHAPES = (
 )
 LINKS = {"NVLink": 450e9, "InfiniBand 400 Gb/s": 50e9, "Ethernet 25 Gb/s": 3.125e9}
 """Bytes a second from one rank in one direction: NVLink of an H100, one network card for each GPU, one for each GPU."""
+DIGEST_KERNEL = 1e12
+"""Bytes a second: a quarter of 201 M bfloat16 weights and their FP8 bytes in 0.154 ms (docs/gpu.md)."""
 SHARE_OF_LINK = 0.8
 """Of a link's rate that large copies reach."""
 LATENCY = 20e-6
@@ -84,7 +91,9 @@ def main() -> None:
     for shape in SHAPES:
         if arguments.only in f"{shape.model} {shape.label}":
             case = plan_of(shape) | host_seconds(shape, arguments.rounds, arguments.profile)
-            case["predicted"] = {name: predict(case, rate, rates) for name, rate in LINKS.items()}
+            kernels = rates | {"digest": DIGEST_KERNEL, "check": DIGEST_KERNEL}
+            case["predicted"] = {name: predict(case, rate, kernels) for name, rate in LINKS.items()}
+            case["predicted"]["seen"] = predict(case, LINKS["NVLink"], rates)
             cases.append(case)
             console.print(f"{shape.model}, {shape.label}: {json.dumps(case, default=str)}", soft_wrap=True)
     console.print(table(cases))
@@ -123,11 +132,12 @@ def plan_of(shape: Shape) -> dict[str, Any]:
 
 
 def most(ranks: list[list[tuple[TensorPart, ...]]]) -> dict[str, float]:
-    """Return pieces and bytes of the rank that has most, and its links."""
+    """Return pieces, bytes, and bytes of different pieces of the rank that has most, and its links."""
     return {
         "links": max(sum(map(bool, routes)) for routes in ranks),
         "pieces": max(sum(map(len, routes)) for routes in ranks),
         "GB": max(sum(piece.nbytes for route in routes for piece in route) for routes in ranks) / 1e9,
+        "different_GB": max(sum(piece.nbytes for piece in {*chain(*routes)}) for routes in ranks) / 1e9,
     }
 
 
@@ -157,7 +167,8 @@ class EngineMemory(SimpleNamespace):
         for part in parts:
             content = Content.of(part, torch.zeros(part.nbytes, dtype=torch.uint8))
             slots[part.name] = SimpleNamespace(part=part, content=lambda content=content: content)
-        return cls(all_slots=slots, slots=slots, direct_names=frozenset(slots), version=0)
+        peers = PeerSource(torch.device("cpu"))
+        return cls(all_slots=slots, slots=slots, direct_names=frozenset(slots), version=0, for_peers=peers)
 
     def load(self, links: list[IncomingLink], version: int) -> None:
         loading = VersionLoad(self, links, version, True, True)  # type: ignore[arg-type]
@@ -269,8 +280,9 @@ def h200_rates() -> dict[str, float]:
 def predict(case: dict[str, Any], link: float, rates: dict[str, float]) -> dict[str, float]:
     """Return seconds of trainer, link and engine, and of all together."""
     sent, loaded = case["sent"]["GB"] * 1e9, case["loaded"]["GB"] * 1e9
+    quantized = case["sent"]["different_GB"] * 1e9
     stages = {
-        "trainer": case["host_sent"] + sent / rates["quantize"] + sent / rates["digest"],
+        "trainer": case["host_sent"] + quantized / rates["quantize"] + quantized / rates["digest"],
         "link": max(sent, loaded) / (link * SHARE_OF_LINK) + case["messages_sent"] * LATENCY,
         "engine": case["host_loaded"] + loaded / rates["copy"] + loaded / rates["check"],
     }
@@ -281,7 +293,7 @@ def predict(case: dict[str, Any], link: float, rates: dict[str, float]) -> dict[
 def check_on_h200(rates: dict[str, float]) -> dict[str, float]:
     """Return the seconds of the H200's own refit, and what `predict` says of it."""
     measured = json.loads((RESULTS / "refit_h200.json").read_text())["seconds"]["full"]
-    size = {"GB": measured["nbytes"] / 1e9}
+    size = {"GB": measured["nbytes"] / 1e9, "different_GB": measured["nbytes"] / 1e9}
     case = {"sent": size, "loaded": size, "host_sent": 0.0, "host_loaded": 0.0, "messages_sent": 16}
     predicted = predict(case | {"messages_loaded": 16}, LINKS["NVLink"] * 10, rates)["total"]
     return {"measured": measured["wall"], "predicted": predicted, "error": predicted / measured["wall"] - 1}
@@ -289,7 +301,7 @@ def check_on_h200(rates: dict[str, float]) -> dict[str, float]:
 
 def table(cases: list[dict[str, Any]]) -> Table:
     columns = ("model", "layout", "GB", "pieces", "messages", "GB of a rank", "plan s", "host s, trainer", "engine")
-    found = Table(*columns, *LINKS)
+    found = Table(*columns, *LINKS, "as seen")
     for case in cases:
         found.add_row(
             case["model"].split("/")[1],
@@ -301,7 +313,7 @@ def table(cases: list[dict[str, Any]]) -> Table:
             f"{case['plan_seconds']:.2f}",
             f"{case['host_sent']:.3f}",
             f"{case['host_loaded']:.3f}",
-            *(f"{case['predicted'][name]['total']:.2f}" for name in LINKS),
+            *(f"{predicted['total']:.2f}" for predicted in case["predicted"].values()),
         )
     return found
 

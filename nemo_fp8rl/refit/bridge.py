@@ -164,10 +164,8 @@ class RefitBridge:
         with self._recovering:
             self.sink.enter(engine)
             self._catch_up(engine)
-            with self.source.hold_weights():
-                self.links.connect(
-                    engine
-                )  # also one that waits for the next refit, in which all others would wait for that
+            with self.source.hold_weights():  # so that no refit makes all others wait for the links of this one
+                self.links.connect(engine)
 
     def release(self, engine: int) -> None:
         """Take an engine out of refits and close its links."""
