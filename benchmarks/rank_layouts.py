@@ -2,7 +2,7 @@
 
 A trainer's rank is a real `Layout` whose parameters are meta tensors; their HF names and regions come from the code
 that a run uses. An engine's rank stores what `placement.stored_region` says. `shrink` makes a model with the same
-tensors, of a block or a few each, so that one machine can hold all ranks.
+tensors, of part of a block for each rank, so that one machine can hold all ranks.
 """
 
 import json
@@ -25,6 +25,8 @@ from nemo_fp8rl.refit.expert_stacks import stack_parts
 from nemo_fp8rl.refit.manifest import TensorPart
 
 EXPERTS = ".experts."
+HIDDEN = 16
+"""The hidden size of a small model: so few columns that next to no time is the work on values."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,15 @@ def model_config(name: str) -> HfConfig:
         return read_hf_config(folder)
 
 
-def shrink(hf: HfConfig, ranks: int) -> HfConfig:
-    """Return a model of the same tensors whose matrices have a block of rows and columns for each of `ranks`."""
-    groups = min(hf.num_key_value_heads, ranks)
+def shrink(hf: HfConfig, shape: Shape) -> HfConfig:
+    """Return a model of the same tensors, which have a block, or a head, for each rank that splits them."""
+    ranks = max(shape.engine, shape.tensor)
+    groups, whole_experts = min(hf.num_key_value_heads, ranks), hf.family.experts and shape.engine_experts
     return replace(
         hf,
         vocab_size=BLOCK[0] * ranks,
-        hidden_size=BLOCK[0],
-        intermediate_size=BLOCK[0] * ranks,
+        hidden_size=HIDDEN,
+        intermediate_size=BLOCK[0] if whole_experts else BLOCK[0] * ranks,
         num_attention_heads=ranks,
         num_key_value_heads=groups,
         head_dim=BLOCK[0],

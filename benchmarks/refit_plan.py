@@ -3,10 +3,10 @@
     python benchmarks/refit_plan.py [--only TEXT] [--rounds 3] [--profile] [--json FILE]
 
 The plan is a run's own, of the real shapes and layouts, without weights. Host seconds are what the code itself takes
-for so many pieces: the same tensors with matrices of a block or a few, by the real sender and the real load of an
-engine's rank, all ranks as threads of this process. They are seconds of the processor, for the thread of the rank that
-takes longest, a median over the rounds after a first refit. They hold a little of the quantizer's and the digests' work
-on these blocks. With several engines they are of the first.
+for so many pieces: the same tensors with very small matrices, cut into as many pieces of experts, by the real sender
+and the real load of an engine's rank, all ranks as threads of this process. They are seconds of the processor, for the
+thread of the rank that takes longest, a median over the rounds after a first refit. With several engines they are of
+the first.
 
 The prediction is of a refit that is neither the first nor a delta. Trainer, link and engine work on different buckets
 at once, so the slowest of the three decides, plus one bucket through the other two:
@@ -35,18 +35,20 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from rank_layouts import Shape, engine_parts, layouts, model_config, parameters, shrink, trainer_parts, weights
+from rank_layouts import EXPERTS, Shape, engine_parts, layouts, model_config, parameters, shrink, trainer_parts
 from rich.console import Console
 from rich.table import Table
 
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.generation.weights.weight_store import VersionLoad
 from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.policy.weights.layout import Layout
+from nemo_fp8rl.policy.weights.refit_views import RefitViews
 from nemo_fp8rl.refit.expert_stacks import stack_weights
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
-from nemo_fp8rl.refit.route_plan import Links, align_up, plan
+from nemo_fp8rl.refit.route_plan import BUCKETS, PIECE_BYTES, Links, align_up, plan
 from nemo_fp8rl.refit.sender.push import Link
 from nemo_fp8rl.refit.sender.weight_sender import WeightSender
 from nemo_fp8rl.refit.transport.in_process import in_process_link
@@ -167,11 +169,11 @@ class EngineMemory(SimpleNamespace):
 
 def host_seconds(shape: Shape, rounds: int, profile: bool) -> dict[str, float]:
     """Return processor seconds of the sender's and of the engine's thread that takes longest, of the small copy."""
-    hf = shrink(model_config(shape.model), max(shape.engine, shape.tensor))
+    hf = shrink(model_config(shape.model), shape)
     ranks = layouts(hf, shape)
     holdings = [trainer_parts(layout, shape.only_experts) for layout in ranks]
     stored, sources = engine_parts(hf, shape), Sources(holdings)
-    routes, capacities = plan(sources, stored, BUCKET_BYTES)
+    routes, capacities = small_plan(shape, hf, sources, stored)
     senders = [WeightSender(parts, "pow2") for parts in holdings]
     memory = [EngineMemory.of(parts) for parts in stored]
     outgoing: list[dict[tuple[int, int], Link]] = [{} for _ in ranks]
@@ -182,12 +184,12 @@ def host_seconds(shape: Shape, rounds: int, profile: bool) -> dict[str, float]:
                 ends = in_process_link(capacities[source][sink], 600.0)
                 outgoing[source][0, sink] = Link(ends[0], route)
                 incoming[sink].append(IncomingLink(ends[1], route))
-    held = [parameters(layout, "cpu") if links else {} for layout, links in zip(ranks, outgoing, strict=True)]
+    views = [sent_views(layout, shape) for layout in ranks]
     sent, loaded = [], []
     for version in range(1, rounds + 2):
         with ThreadPoolExecutor(len(ranks) + len(stored)) as threads:
             sends = [
-                threads.submit(timed, send, senders[rank], ranks[rank], held[rank], outgoing[rank], version, shape)
+                threads.submit(timed, send, senders[rank], views[rank], outgoing[rank], version)
                 for rank in range(len(ranks))
                 if outgoing[rank]
             ]
@@ -195,19 +197,33 @@ def host_seconds(shape: Shape, rounds: int, profile: bool) -> dict[str, float]:
             sent.append(max(wait.result() for wait in sends))
             loaded.append(max(wait.result() for wait in loads))
     if profile:
-        profile_sender(hf, shape, senders[0], held[0], ranks[0], [route for route in routes[0] if route])
+        most_pieces = max(range(len(ranks)), key=lambda rank: sum(map(len, routes[rank])))
+        profile_sender(senders[most_pieces], views[most_pieces], [route for route in routes[most_pieces] if route])
     return {"host_sent": median(sent[1:]), "host_loaded": median(loaded[1:])}
 
 
-def send(
-    sender: WeightSender,
-    layout: Any,
-    held: dict[str, torch.Tensor],
-    links: dict[tuple[int, int], Link],
-    version: int,
-    shape: Shape,
-) -> None:
-    sender.send(stack_weights(weights(layout, held, shape.only_experts), sender.stack_sizes), version, links)
+def small_plan(shape: Shape, small: HfConfig, sources: Sources, stored: list[list[TensorPart]]) -> Links:
+    """Return the routes of the small model, with as many pieces of each MLP's matrices as the real one has."""
+    hf = model_config(shape.model)
+    share = small.hidden_size * small.intermediate_size / (hf.hidden_size * hf.intermediate_size)
+    routes = sources.routes(stored, int(PIECE_BYTES * share))
+    sizes = [[[align_up(piece.nbytes) for piece in route] for route in row] for row in routes]
+    return Links(routes, [[max([*of_link, sum(of_link) // BUCKETS], default=0) for of_link in row] for row in sizes])
+
+
+Views = Callable[[], list[tuple[str, Any]]]
+"""Returns a rank's weights by HF names, as at every refit."""
+
+
+def sent_views(layout: Layout, shape: Shape) -> Views:
+    views = RefitViews(layout, parameters(layout, "cpu"))
+    if not shape.only_experts:
+        return views.get
+    return lambda: [(name, part) for name, part in views.get() if EXPERTS in name]
+
+
+def send(sender: WeightSender, views: Views, links: dict[tuple[int, int], Link], version: int) -> None:
+    sender.send(stack_weights(views(), sender.stack_sizes), version, links)
 
 
 def timed(call: Callable[..., Any], *arguments: Any) -> float:
@@ -216,9 +232,7 @@ def timed(call: Callable[..., Any], *arguments: Any) -> float:
     return time.thread_time() - start
 
 
-def profile_sender(
-    hf: HfConfig, shape: Shape, sender: WeightSender, held: dict[str, torch.Tensor], layout: Any, routes: list[Any]
-) -> None:
+def profile_sender(sender: WeightSender, views: Views, routes: list[Any]) -> None:
     """Print the profile of one rank that sends to engines that only read."""
 
     def drain(end: Any) -> None:
@@ -231,8 +245,11 @@ def profile_sender(
     with ThreadPoolExecutor(len(ends)) as threads:
         for _, end in ends:
             threads.submit(drain, end)
-        profiler = cProfile.Profile()
-        profiler.runcall(send, sender, layout, held, links, 99, shape)
+        send(sender, views, links, 98)
+        for _, end in ends:
+            threads.submit(drain, end)
+        profiler = cProfile.Profile(time.thread_time)
+        profiler.runcall(send, sender, views, links, 99)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 

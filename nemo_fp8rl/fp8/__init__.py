@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nemo_fp8rl.fp8.delta import Delta, DeltaError
     from nemo_fp8rl.fp8.formats import FLOW_FORMATS, FORMATS, FP8, MXFP8, NVFP4, NVFP4_A16, Format, with_lines
     from nemo_fp8rl.fp8.kernels import KernelError
+    from nemo_fp8rl.fp8.kernels.matrices import Matrices
     from nemo_fp8rl.fp8.kv_cache_cast import (
         CacheRounding,
         can_vllm_read_fp8_cache,
@@ -57,6 +58,7 @@ __all__ = [
     "KvMaxima",
     "KvScales",
     "LinearRecipe",
+    "Matrices",
     "NonFiniteError",
     "QuantizedLinear",
     "ScaleFormat",
@@ -90,6 +92,7 @@ _MODULES = (
         "delta",
         "kv_cache_cast",
         "kv_scales",
+        "kernels.matrices",
         "quantize",
         "linear",
     ),

@@ -32,7 +32,11 @@ ALONG_TOKENS: Block = (128, 1)
 
 
 class NonFiniteError(ValueError):
-    """The tensor to quantize holds NaN or infinity."""
+    """The tensor to quantize holds NaN or infinity. matrix: of separate matrices, the number of the one that does."""
+
+    def __init__(self, text: str, matrix: int | None = None) -> None:
+        super().__init__(text)
+        self.matrix = matrix
 
 
 @dataclass(frozen=True)

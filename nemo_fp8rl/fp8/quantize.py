@@ -6,6 +6,8 @@ scales the bytes are Transformer Engine's.
 """
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from nemo_fp8rl.fp8.block_scaled import (
 )
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.fp8.formats import FP8, NVFP4, Format
+from nemo_fp8rl.fp8.kernels.matrices import Matrices, Stack
 from nemo_fp8rl.fp8.kernels.reference import encode_scale
 from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat, ScaleRule
 
@@ -36,7 +39,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @torch.no_grad()
 def quantize_blockwise(
-    x: Tensor,
+    x: Stack,
     *,
     format: Format = FP8,
     block: Block | None = None,
@@ -48,18 +51,35 @@ def quantize_blockwise(
 ) -> BlockScaled:
     """Quantize with one scale per block, by the formulas of `kernels/reference.py`.
 
-    x:      bf16, fp16 or fp32, any strides; [N, K], or [E, N, K] for experts, whose blocks stay within one expert
+    x:      bf16, fp16 or fp32, any strides; [N, K], or [E, N, K] for experts, whose blocks stay within one expert; or
+            separate matrices, for which one call of a kernel is enough
     block:  by default the format's block of a weight
     encode: float32 [] or [E], the factors of a format with a global scale, which is 1 / encode; by default those of
             each matrix's largest value
     kernel: the implementation; all give the same bytes
-    out:    tensors to fill and return instead of new ones; they must not share memory with x
+    out:    tensors to fill and return instead of new ones; they must not share memory with x. Those of a stack may lie
+            in a larger stack, as gate in vLLM's w13; each matrix is then a call of a kernel
     check:  False skips the search for values that are not finite, which waits for a GPU; the caller can then search
             scale_inv, which is NaN for a block with such a value
-    Raises: NonFiniteError, with the count of such values and the index of the first; `out` then has no meaning.
-            Transformer Engine would drop a NaN silently.
+    Raises: NonFiniteError, with the count of such values and the index of the first, of separate matrices in the first
+            that has one; `out` then has no meaning. Transformer Engine would drop a NaN silently.
     """
     block = block or format.weight_block
+    if out is not None and _lies_in_larger_stack(out):
+        for i in range(x.size(0)):
+            of_matrix = encode if encode is None or not encode.dim() else encode[i]
+            part = replace(
+                out,
+                data=out.data[i],
+                scale_inv=out.scale_inv[i],
+                global_scale=None if out.global_scale is None else out.global_scale[i],
+            )
+            how: dict[str, Any] = {"format": format, "block": block, "scale_format": scale_format, "kernel": kernel}
+            try:
+                quantize_blockwise(x[i], encode=of_matrix, out=part, check=check, **how)
+            except NonFiniteError as error:
+                raise NonFiniteError(str(error), i) from None
+        return out
     x3, out = _check_and_allocate(x, format, block, scale_format, out)
     data, scale_inv = _as_stack(out.data), _as_stack(out.scale_inv)
     if format.element == "e4m3":
@@ -78,7 +98,7 @@ def quantize_blockwise(
 
 @torch.no_grad()
 def quantize_delta(
-    x: Tensor,
+    x: Stack,
     base: Tensor,
     *,
     format: Format = FP8,
@@ -191,10 +211,11 @@ def fake_quantize_tokens(
     return fake_quantize(x, format=format, block=format.token_block, scale_format=scale_format, dtype=dtype)
 
 
-def largest_magnitude(x: Tensor) -> Tensor:
+def largest_magnitude(x: Stack) -> Tensor:
     """Return the largest magnitude of each matrix of x [(E,) N, K], [] or [E] in x's dtype; NaN where a value is."""
-    if x.dim() == 3:
-        return torch.stack([largest_magnitude(matrix) for matrix in x]) if len(x) else x.new_empty(0)
+    if isinstance(x, Matrices) or x.dim() == 3:
+        of_matrices = [largest_magnitude(matrix) for matrix in x]
+        return torch.stack(of_matrices) if of_matrices else torch.empty(0, dtype=x.dtype, device=x.device)
     if not x.numel():
         return x.new_zeros(())
     smallest, largest = x.detach().aminmax()  # without the copy of x that `x.abs()` makes
@@ -205,7 +226,7 @@ def _rule(format: Format, scale_format: ScaleFormat) -> ScaleRule:
     return "e8m0" if format.scale == "e8m0" else scale_format
 
 
-def _set_global_scale(x: Tensor, encode: Tensor | None, scale_format: ScaleFormat, out: BlockScaled) -> Tensor:
+def _set_global_scale(x: Stack, encode: Tensor | None, scale_format: ScaleFormat, out: BlockScaled) -> Tensor:
     """Return the factors, float32 [E, 1], of x [E, N, K], and store their inverses in `out`."""
     assert out.global_scale is not None
     if encode is None:
@@ -216,8 +237,8 @@ def _set_global_scale(x: Tensor, encode: Tensor | None, scale_format: ScaleForma
 
 
 def _check_and_allocate(
-    x: Tensor, format: Format, block: Block, scale_format: ScaleFormat, out: BlockScaled | None
-) -> tuple[Tensor, BlockScaled]:
+    x: Stack, format: Format, block: Block, scale_format: ScaleFormat, out: BlockScaled | None
+) -> tuple[Stack, BlockScaled]:
     """Return x as [E, N, K], and `out`, or new tensors, of the right shapes."""
     _check_input(x, block, scale_format)
     shape = scale_shape(x.shape, block)
@@ -236,10 +257,15 @@ def _check_and_allocate(
         raise ValueError(f"out is for blocks of {out.block}, not of {block}")
     if out.format != format:
         raise ValueError(f"out is for {out.format.name}, not for {format.name}")
-    return _as_stack(x), out
+    return x if isinstance(x, Matrices) else _as_stack(x), out
 
 
-def _check_input(x: Tensor, block: Block, scale_format: ScaleFormat) -> None:
+def _lies_in_larger_stack(out: BlockScaled) -> bool:
+    tensors = out.data, out.scale_inv
+    return out.data.dim() == 3 and len(out.data) > 0 and not all(x.is_contiguous() for x in tensors)
+
+
+def _check_input(x: Stack, block: Block, scale_format: ScaleFormat) -> None:
     if x.dim() not in (2, 3):
         raise ValueError(f"a matrix [N, K] or a stack of them [E, N, K] is quantized, got shape {list(x.shape)}")
     if x.dtype not in DTYPES:
@@ -262,6 +288,10 @@ def has_nan_scale(scale_inv: Tensor) -> bool:
     return math.isnan(float(scale_inv.sum()))  # scales are not negative, so nothing else makes the sum NaN
 
 
-def _refuse_non_finite(x: Tensor, out: BlockScaled) -> None:
-    if has_nan_scale(out.scale_inv):
-        raise NonFiniteError(describe_non_finite(x))
+def _refuse_non_finite(x: Stack, out: BlockScaled) -> None:
+    if not has_nan_scale(out.scale_inv):
+        return
+    if isinstance(x, Matrices):
+        i = next(i for i, scale_inv in enumerate(out.scale_inv) if has_nan_scale(scale_inv))
+        raise NonFiniteError(describe_non_finite(x[i]), i)
+    raise NonFiniteError(describe_non_finite(x))

@@ -45,7 +45,7 @@ def has_digest(digest: str, *tensors: Tensor) -> bool:
 def xxh3_digest(*tensors: Tensor) -> str:
     state = xxhash.xxh3_64()
     for tensor in tensors:
-        on_host = tensor.contiguous().cpu()
+        on_host = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.contiguous().cpu()
         if nbytes := on_host.nbytes:
             state.update(_memory_view(on_host.data_ptr(), nbytes, PYBUF_READ))
     return state.hexdigest()

@@ -6,6 +6,7 @@ the matrices of one projection of a layer travel as a stack [experts, rows, colu
     model.layers.0.mlp.experts.5.gate_proj.weight  ->  expert 5 of model.layers.0.mlp.experts.gate_proj.weight
 """
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -23,12 +24,14 @@ Weight = Matrix | list[Matrix]
 """A weight, or the matrices of a stack in the order of its experts."""
 
 
+@functools.cache
 def stack_of(name: str) -> tuple[str, int] | None:
     """Return (name of the stack, expert) of an expert's matrix; None of any other tensor."""
     found = EXPERT.match(name)
     return (f"{found[1]}.{found[3]}", int(found[2])) if found else None
 
 
+@functools.cache
 def expert_name(stack: str, expert: int) -> str:
     """Return the HF name of a matrix of a stack."""
     found = STACK.match(stack)

@@ -8,10 +8,11 @@ in the route.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import torch
 
@@ -25,6 +26,8 @@ EXPERTS = ".experts."
 """In the names of experts' matrices and of their stacks."""
 COPIES = 4
 """The largest number of copies of a part among which one engine spreads its tensors; each copy costs more links."""
+PIECE_COST = 1 << 19
+"""The bytes of a piece that take as long as what is done for each piece, however small it is."""
 
 
 class RefitError(RuntimeError):
@@ -63,12 +66,12 @@ class TensorPart:
         kind = dtype.name if isinstance(dtype, Format) else str(dtype).removeprefix("torch.")
         return cls(name, kind, tuple(shape), full_region(shape) if region is None else region, is_frozen)
 
-    @property
+    @cached_property
     def is_stack(self) -> bool:
         """True for matrices of experts."""
         return len(self.shape) == 3 and EXPERTS in self.name
 
-    @property
+    @cached_property
     def format(self) -> Format | None:
         """The format of a quantized part; None for other parts."""
         return FORMATS.get(self.dtype)
@@ -82,7 +85,7 @@ class TensorPart:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
-    @property
+    @cached_property
     def scale_dtype(self) -> torch.dtype:
         """The dtype of a quantized part's block scales."""
         assert self.format is not None
@@ -118,9 +121,14 @@ class TensorPart:
         """Bytes of the global scales, one of each matrix."""
         return GLOBAL_BYTES * math.prod(self.size[:-2]) if self.format is not None and self.format.has_global else 0
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.data_bytes + self.scale_bytes
+
+    @cached_property
+    def bf16_bytes(self) -> int:
+        """The bytes that a quantized part has in bfloat16; of another part, its own."""
+        return 2 * math.prod(self.size) if self.format else self.data_bytes
 
     @property
     def matrix(self) -> "TensorPart":
@@ -221,7 +229,7 @@ class Sources:
         _check_names({part.name for parts in sinks for part in parts}, set(self.names))
         pieces: dict[tuple[int, int], dict[str, list[TensorPart]]] = {}
         domains = domains or [[""] * len(sinks)]
-        choice = _SourceChoice(self.domains, engine, domains)
+        needs: list[tuple[int, TensorPart, list[int], Region]] = []
         for sink, parts in enumerate(sinks):
             for part in parts:
                 _check_blocks("engine", part)
@@ -231,13 +239,17 @@ class Sources:
                     common = overlap(source_part.region, part.region)
                     if common is not None:
                         missing -= math.prod(shape_of(common))
-                        source = choice.choose(holders, source_part, domains[engine][sink])
-                        bands = split_rows(source_part.cut(common), piece_bytes)
-                        pieces.setdefault((source, sink), {}).setdefault(part.name, []).extend(bands)
+                        needs.append((sink, source_part, holders, common))
                 if missing:
                     raise RefitError(
                         f"the trainer's ranks hold only a part of {part.name}: {missing} values are missing"
                     )
+        choice = _SourceChoice(self.domains, engine, domains)
+        choice.share_out((holders, part, domains[engine][sink]) for sink, part, holders, _ in needs)
+        for sink, part, holders, common in needs:
+            source = choice.source(holders, part, domains[engine][sink])
+            bands = split_rows(part.cut(common), piece_bytes)
+            pieces.setdefault((source, sink), {}).setdefault(part.name, []).extend(bands)
         routes: list[list[Route]] = [[()] * len(sinks) for _ in self.domains]
         for (source, sink), by_name in pieces.items():
             names = sorted(by_name, key=self._order[source].__getitem__)
@@ -262,7 +274,6 @@ class _SourceChoice:
     def __init__(self, sources: Sequence[str], engine: int, domains: Sequence[Sequence[str]]) -> None:
         self._sources, self._engine, self._engines = sources, engine, range(len(domains))
         self._peers = {domain: [i for i in self._engines if domain in domains[i]] for domain in domains[engine]}
-        self._load_bytes = [0] * len(sources)
         self._choices: dict[tuple[TensorPart, tuple[int, ...]], int] = {}
 
     def candidates(self, holders: Sequence[int], domain: str) -> tuple[int, ...]:
@@ -271,13 +282,20 @@ class _SourceChoice:
         copies, peers = (near, self._peers[domain]) if near else (holders, self._engines)
         return tuple(copies[peers.index(self._engine) % len(copies) :: len(peers)][:COPIES])
 
-    def choose(self, holders: Sequence[int], part: TensorPart, domain: str) -> int:
-        """Return the candidate with the fewest bytes to send; the same one for all ranks of the engine in a domain."""
-        candidates = self.candidates(holders, domain)
-        if (part, candidates) not in self._choices:
-            source = self._choices[part, candidates] = min(candidates, key=self._load_bytes.__getitem__)
-            self._load_bytes[source] += part.nbytes
-        return self._choices[part, candidates]
+    def share_out(self, needs: Iterable[tuple[Sequence[int], TensorPart, str]]) -> None:
+        """Choose a source for every part: of those that several have, the largest first, whoever has least to send.
+
+        needs: (the part's holders, part, domain) of each rank of the engine that needs it
+        """
+        ranks = Counter((part, self.candidates(holders, domain)) for holders, part, domain in needs)
+        load = [0] * len(self._sources)
+        for part, candidates in sorted(ranks, key=lambda key: (len(key[1]) > 1, -key[0].nbytes)):
+            source = self._choices[part, candidates] = min(candidates, key=load.__getitem__)
+            load[source] += part.nbytes + PIECE_COST * ranks[part, candidates]
+
+    def source(self, holders: Sequence[int], part: TensorPart, domain: str) -> int:
+        """Return the source of a part; the same one for all ranks of the engine in a domain."""
+        return self._choices[part, self.candidates(holders, domain)]
 
 
 def cross_domain_share(routes: Sequence[Sequence[Route]], sources: Sequence[str], sinks: Sequence[str]) -> float:
@@ -301,8 +319,12 @@ def split_rows(piece: TensorPart, limit: int) -> list[TensorPart]:
     (top, bottom), *rest = piece.region
     step = piece.format.weight_block[0] if piece.format is not None and not piece.is_stack else 1
     rows = max(1, limit * (bottom - top) // piece.nbytes // step) * step
-    bands = [piece.cut(((max(top, a), min(bottom, a + rows)), *rest)) for a in range(top - top % rows, bottom, rows)]
-    return [part for band in bands for part in _split_matrix(band, limit)] if piece.is_stack else bands
+    if piece.is_stack:
+        count = -(-(bottom - top) // rows)
+        borders = [top + (bottom - top) * i // count for i in range(count + 1)]
+        bands = [piece.cut((pair, *rest)) for pair in pairwise(borders)]
+        return [part for band in bands for part in _split_matrix(band, limit)]
+    return [piece.cut(((max(top, a), min(bottom, a + rows)), *rest)) for a in range(top - top % rows, bottom, rows)]
 
 
 def _split_matrix(piece: TensorPart, limit: int) -> list[TensorPart]:
@@ -326,11 +348,9 @@ def _check_blocks(side: str, part: TensorPart) -> None:
     """Raise unless a quantized part is a matrix that begins and ends at block borders, or where the tensor ends."""
     if part.format is None:
         return
-    block = part.format.weight_block
+    block, is_matrix = part.format.weight_block, len(part.shape) == 2 or part.is_stack
     borders = zip(part.region[-2:], part.shape[-2:], block, strict=False)
-    if not (len(part.shape) == 2 or part.is_stack) or any(
-        a % n or (b % n and b != size) for (a, b), size, n in borders
-    ):
+    if not is_matrix or any(a % n or (b % n and b != size) for (a, b), size, n in borders):
         raise RefitError(
             f"{part.name}: the {side} holds {[list(bounds) for bounds in part.region]} of {list(part.shape)}, and "
             f"{part.dtype} is split into blocks of {block[0]}x{block[1]}: choose a tensor parallel size that keeps "

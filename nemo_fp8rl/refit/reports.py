@@ -1,6 +1,5 @@
 """Reports on a refit: bytes and seconds of a trainer's rank, of an engine, and of the whole refit."""
 
-import math
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -60,13 +59,12 @@ class SendReport:
         return StageTimer(self.seconds, stage)
 
     def count(self, part: TensorPart, nbytes: int, is_direct: bool = False) -> None:
-        bf16 = 2 * math.prod(part.size) if part.format else part.data_bytes
         self.nbytes += nbytes
         self.direct_nbytes += nbytes if is_direct else 0
-        self.bf16_nbytes += bf16
-        if part.format:
+        self.bf16_nbytes += part.bf16_bytes
+        if part.format is not None:
             self.quantized_nbytes += nbytes
-            self.quantized_bf16_nbytes += bf16
+            self.quantized_bf16_nbytes += part.bf16_bytes
 
 
 @dataclass(frozen=True)

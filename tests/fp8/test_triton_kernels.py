@@ -25,10 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_fp8rl.fp8 import NVFP4, Delta, NonFiniteError, encode_scale, kernels, quantize_blockwise
+from nemo_fp8rl.fp8 import FORMATS as ALL_FORMATS
+from nemo_fp8rl.fp8 import FP8, MXFP8, NVFP4, Delta, Matrices, NonFiniteError, encode_scale, kernels, quantize_blockwise
 from nemo_fp8rl.fp8.block_scaled import E4M3, scale_shape
 from nemo_fp8rl.fp8.delta import MAX_CHANGED, as_bytes
 from nemo_fp8rl.fp8.kernels import reference
+from tests.fp8.test_matrices import LAYOUTS, lay_out
 from tests.fp8.values import BLOCKS, DTYPES, EACH_BLOCK, EACH_DTYPE, EACH_FORMAT, FORMATS, random_values
 
 # Not importorskip, because the interpreter's process imports this module first and Triton only then.
@@ -281,6 +283,26 @@ def _quantize_blockwise(x: Tensor):
     return quantize_blockwise(x, kernel="triton")
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from([(3, 130, 136), (2, 5, 8), (1, 128, 256)]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([FP8, MXFP8, NVFP4]),
+    st.sampled_from(LAYOUTS),
+    st.integers(0, 2**32),
+)
+def test_separate_matrices_get_the_bytes_of_one_stack(interpreted, shape, dtype, format, layout, seed):
+    values = random_values(shape, dtype, "bits", seed)
+    seen = interpreted(_quantize_separate, values, layout, format.name)
+    expected = quantize_blockwise(values, format=format, kernel="reference")
+    assert same_bits(seen.data, expected.data)
+    assert same_bits(seen.scale_inv, expected.scale_inv)
+
+
+def _quantize_separate(values: Tensor, layout: str, format: str):
+    return quantize_blockwise(Matrices(lay_out(values, layout)), format=ALL_FORMATS[format], kernel="triton")
+
+
 @EACH_FORMAT
 @EACH_BLOCK
 @settings(deadline=None, max_examples=5)
@@ -400,6 +422,29 @@ def test_programs_for_real_gpus_divide_exactly_round_in_hardware_and_read_whole_
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch >= 89)
     assert set(re.findall(r"\bld\.global\S*", ptx)) <= {"ld.global.v4.b32", "ld.global.v2.b32"}
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 32
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("block", [*BLOCKS, (16, 16)])
+def test_programs_for_separate_matrices_read_whole_lines_as_well(compiled, arch, block):
+    from nemo_fp8rl.fp8.kernels import triton_fp4, triton_kernels
+
+    x = Matrices([torch.zeros(512, 512, dtype=torch.bfloat16)[256:] for _ in range(3)])
+    scale_inv = torch.empty(scale_shape(x.shape, block))
+    if block == (16, 16):
+        data, factor = torch.empty(NVFP4.data_shape(x.shape), dtype=torch.uint8), torch.ones(3, 1)
+        call = triton_fp4, "quantize_fp4_tile"
+        ptx, _ = compiled.program(
+            arch, *call, lambda: triton_fp4.quantize_fp4(x, block, factor, True, data, scale_inv.to(E4M3))
+        )
+    else:
+        data = torch.empty(x.shape, dtype=E4M3)
+        call = triton_kernels, "quantize_tile"
+        ptx, _ = compiled.program(arch, *call, lambda: triton_kernels.quantize(x, block, "pow2", data, scale_inv))
+    assert_keeps_every_bit(ptx)
+    loads = set(re.findall(r"\bld\.global\S*", ptx))
+    assert loads & {"ld.global.v4.b32", "ld.global.v2.b32"}
+    assert loads <= {"ld.global.v4.b32", "ld.global.v2.b32", "ld.global.b64", "ld.global.b32"}  # address and factor
 
 
 @EACH_BLOCK

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import quantize_blockwise
-from nemo_fp8rl.refit.expert_stacks import Weight, expert_name
+from nemo_fp8rl.refit.expert_stacks import Matrix, Weight, expert_name
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
 from nemo_fp8rl.refit.message import Entry, Header
 from nemo_fp8rl.refit.receiver.piece_receiver import IncomingLink
@@ -112,8 +112,14 @@ class Stream:
     def rank_values(self, weights: dict[str, Tensor], part: TensorPart) -> Weight:
         values = weights[part.name][tuple(slice(a, b) for a, b in part.region)]
         if part.is_stack:
-            return list(values)
+            return [self._matrix(weights, part, i, matrix) for i, matrix in enumerate(values, part.region[0][0])]
         return quantize_blockwise(values, scale_format=self.fmt) if self.from_fp8 and bool(part.format) else values
+
+    def _matrix(self, weights: dict[str, Tensor], part: TensorPart, expert: int, values: Tensor) -> Matrix:
+        if not (self.from_fp8 and part.format):
+            return values
+        encode = encode_of({part.name: weights[part.name][expert]}, part.name)
+        return quantize_blockwise(values, format=part.format, scale_format=self.fmt, encode=encode)
 
     def deliver(self, weights: dict[str, Tensor], version: int, **options: bool) -> list[SendReport]:
         """Send a version and return the senders' reports. Raises the error of any side."""

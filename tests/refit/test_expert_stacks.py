@@ -1,5 +1,6 @@
 """The matrices of experts travel as stacks, from any layout to any other, and arrive as single ones would."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -9,8 +10,11 @@ from torch import Tensor
 from nemo_fp8rl.fp8 import FORMATS, quantize_blockwise
 from nemo_fp8rl.refit.expert_stacks import expert_name, stack_of, stack_parts, stack_weights
 from nemo_fp8rl.refit.manifest import RefitError, Sources, TensorPart
+from nemo_fp8rl.refit.sender.push import Link
+from nemo_fp8rl.refit.sender.weight_sender import WeightSender
+from nemo_fp8rl.refit.transport.in_process import in_process_link
 from tests.refit.memory_engine import encode_of
-from tests.refit.stream import Stream
+from tests.refit.stream import FROM_BF16_OR_FP8, Stream
 
 EXPERTS, ROWS, COLUMNS = 8, 256, 128
 LAYER = "model.layers.0.mlp.experts"
@@ -90,9 +94,10 @@ def test_a_piece_has_many_experts_and_no_more_bytes_than_allowed():
 @pytest.mark.parametrize("format", ["fp8", "mxfp8", "nvfp4", "bfloat16"])
 @pytest.mark.parametrize("sources", [by_experts, by_rows])
 @pytest.mark.parametrize("sinks", [by_experts, by_rows])
-def test_stacks_arrive_as_single_matrices_would(format, sources, sinks):
+@FROM_BF16_OR_FP8
+def test_stacks_arrive_as_single_matrices_would(format, sources, sinks, from_fp8):
     weights = stack_values()
-    stream = Stream(sources(format, 2), sinks(format, 2), bucket=60_000)
+    stream = Stream(sources(format, 2), sinks(format, 2), bucket=60_000, from_fp8=from_fp8)
     stream.deliver(weights, 0, keep=True)
     check(stream, weights, format)
     changed = stack_values(1)
@@ -122,8 +127,22 @@ def check(stream: Stream, weights: dict[str, Tensor], format: str) -> None:
                 assert float(content.global_scale[expert]) == float(alone.global_scale)
 
 
-def test_a_value_that_is_not_finite_is_refused_by_the_stacks_name():
+@pytest.mark.parametrize("format", ["fp8", "mxfp8", "nvfp4", "bfloat16"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_value_that_is_not_finite_is_refused_by_the_experts_name(format, delta):
+    stream = Stream(by_experts(format, 2), by_experts(format, 1), bucket=1 << 20)
+    stream.deliver(stack_values(), 0, keep=True)
     weights = stack_values()
-    weights[DOWN][3, 5, 7] = torch.nan
-    stream = Stream(by_experts("fp8", 1), by_experts("fp8", 1), bucket=1 << 20)
-    assert DOWN in stream.refusal(weights, 0)
+    weights[DOWN][6, 5, 7] = torch.nan
+    text = stream.refusal(weights, 1, delta=delta)
+    assert f"{expert_name(DOWN, 6)}: 1 of 32768 values are not finite, the first at [5, 7]" in text
+
+
+def test_fp8_values_of_an_expert_that_are_nan_are_named():
+    (parts,) = by_experts("fp8", 1)
+    sender, (sending, _) = WeightSender(parts, "pow2"), in_process_link(1 << 20, 20.0)
+    weights = {name: [quantize_blockwise(matrix) for matrix in stack] for name, stack in stack_values().items()}
+    weights[DOWN][3].data.view(torch.uint8)[5, 7] = 0xFF
+    name = re.escape(expert_name(DOWN, 3))
+    with pytest.raises(RefitError, match=f"refit 0: {name}: 1 of 32768 FP8 values.* are NaN; training diverged"):
+        sender.send(weights.items(), 0, {(0, 0): Link(sending, tuple(parts))})

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import Delta
+from nemo_fp8rl.fp8.kernels.matrices import Stack
 from nemo_fp8rl.fp8.names import Block, KernelName, ScaleFormat, ScaleRule
 
 logger = logging.getLogger(__name__)
@@ -37,27 +38,27 @@ class KernelError(RuntimeError):
 
 
 class Kernel(Protocol):
-    """A module that quantizes x [E, N, K], of any strides.
+    """A module that quantizes x [E, N, K], of any strides, or separate matrices.
 
     data:      output, E4M3 [E, N, K], contiguous
     scale_inv: output, float32 [E, ceil(N/b0), ceil(K/b1)]; contiguous in quantize_delta, of any strides in quantize
     base:      E4M3 [E, N, K], the previous bytes; it may be `data`
     """
 
-    def quantize(self, x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
+    def quantize(self, x: Stack, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
         """Fill data and scale_inv."""
 
     def quantize_delta(
-        self, x: Tensor, block: Block, rule: ScaleRule, base: Tensor, data: Tensor, scale_inv: Tensor
+        self, x: Stack, block: Block, rule: ScaleRule, base: Tensor, data: Tensor, scale_inv: Tensor
     ) -> Delta | None:
         """Fill data and scale_inv, and return what differs from base; None if too much differs to list it."""
 
 
 class Fp4Kernel(Protocol):
-    """A module that quantizes x [E, N, K], of any strides, to E2M1; see `reference.quantize_fp4`."""
+    """A module that quantizes x, as `Kernel` takes it, to E2M1; see `reference.quantize_fp4`."""
 
     def quantize_fp4(
-        self, x: Tensor, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor
+        self, x: Stack, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor
     ) -> None:
         """Fill data, contiguous, and scale_inv, contiguous."""
 

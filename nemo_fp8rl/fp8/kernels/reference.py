@@ -36,6 +36,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.block_scaled import E2M1_MAX, E4M3, E4M3_MAX
 from nemo_fp8rl.fp8.kernels.compare_bytes import make_quantize_delta
+from nemo_fp8rl.fp8.kernels.matrices import Stack, as_tensor
 from nemo_fp8rl.fp8.names import Block, ScaleFormat, ScaleRule
 
 FLOAT32_EXPONENT_BITS = 0x7F800000
@@ -45,7 +46,7 @@ E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """The middles between neighbouring values of E2M1; at a middle the even code is taken."""
 
 
-def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
+def quantize(x: Stack, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x to E4M3 in `data` and `scale_inv`.
 
     x:            bf16, fp16 or fp32 [E, N, K]
@@ -54,7 +55,7 @@ def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: 
     data:         output, E4M3 [E, N, K]
     scale_inv:    output, float32 [E, ceil(N/b0), ceil(K/b1)]
     """
-    blocks = to_blocks(x, block)
+    blocks = to_blocks(as_tensor(x), block)
     scale = block_scale(blocks, x.dtype, rule)
     q = (blocks * scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
     data.copy_(from_blocks(q, x.shape))
@@ -64,7 +65,7 @@ def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: 
 quantize_delta = make_quantize_delta(quantize)
 
 
-def quantize_fp4(x: Tensor, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor) -> None:
+def quantize_fp4(x: Stack, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x to E2M1 in `data` and `scale_inv`.
 
     x:            bf16, fp16 or fp32 [E, N, K], K even
@@ -74,7 +75,7 @@ def quantize_fp4(x: Tensor, block: Block, encode: Tensor, flush: bool, data: Ten
     data:         output, uint8 [E, N, K/2]; the even column is in the low half of a byte
     scale_inv:    output, E4M3 [E, ceil(N/b0), ceil(K/b1)]
     """
-    blocks = to_blocks(x, block)
+    blocks = to_blocks(as_tensor(x), block)
     scale, inverse = fp4_scales(blocks, encode, flush)
     codes = from_blocks(e2m1_codes(blocks * scale), x.shape)
     data.copy_(codes[..., 0::2] | (codes[..., 1::2] << 4))

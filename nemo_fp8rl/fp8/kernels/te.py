@@ -21,6 +21,7 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from nemo_fp8rl.fp8.block_scaled import ALONG_LAST, ALONG_TOKENS
 from nemo_fp8rl.fp8.gpu_support import BLACKWELL
 from nemo_fp8rl.fp8.kernels.compare_bytes import make_quantize_delta
+from nemo_fp8rl.fp8.kernels.matrices import Stack, as_tensor
 from nemo_fp8rl.fp8.kernels.reference import to_blocks
 from nemo_fp8rl.fp8.names import BLOCK, Block, ScaleRule
 
@@ -28,7 +29,7 @@ MAX_ROWS = 128 * 65535
 """Most rows of a matrix: each 128 rows are a step in the second dimension of Transformer Engine's grid."""
 
 
-def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
+def quantize(x: Stack, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x; see `Kernel`.
 
     Raises: ValueError for a block, shape or scale format that Transformer Engine does not support
@@ -56,13 +57,13 @@ def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: 
             else:
                 codes.copy_(quantized._rowwise_data)
                 scales.copy_(quantized._rowwise_scale_inv[:, : scales.size(1)])
-    scale_inv.masked_fill_(~to_blocks(x, block).isfinite().all(4).all(2), torch.nan)
+    scale_inv.masked_fill_(~to_blocks(as_tensor(x), block).isfinite().all(4).all(2), torch.nan)
 
 
 quantize_delta = make_quantize_delta(quantize)
 
 
-def _refuse_unsupported(x: Tensor, block: Block, rule: ScaleRule) -> None:
+def _refuse_unsupported(x: Stack, block: Block, rule: ScaleRule) -> None:
     if rule == "e8m0":
         raise ValueError("the te kernel quantizes to blockwise FP8 alone; take reference, cpu or triton for MXFP8")
     if block not in (BLOCK, ALONG_LAST, ALONG_TOKENS):

@@ -10,7 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nemo_fp8rl.fp8.block_scaled import E4M3
-from nemo_fp8rl.fp8.kernels.triton_kernels import THREAD_VALUES, TILE_VALUES, e4m3, float32_bits
+from nemo_fp8rl.fp8.kernels.matrices import Stack
+from nemo_fp8rl.fp8.kernels.triton_kernels import (
+    THREAD_VALUES,
+    TILE_VALUES,
+    e4m3,
+    float32_bits,
+    matrix_pointer,
+    pointers_of,
+)
 from nemo_fp8rl.fp8.names import Block
 
 STRIP_COLUMNS = 256
@@ -40,12 +48,14 @@ def e2m1(value):
 
 @triton.jit(do_not_specialize=["encode_stride"])
 def quantize_fp4_tile(
-    x, encode, data, scale_inv, n, k, stride_e, stride_n, stride_k, encode_rows, encode_stride,
+    x, table, encode, data, scale_inv, n, k, stride_e, stride_n, stride_k, encode_rows, encode_stride,
+    IS_TABLE: tl.constexpr, IS_ALIGNED: tl.constexpr,
     B0: tl.constexpr, B1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, A0: tl.constexpr, A1: tl.constexpr,
     FLUSH: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of x [E, n, k]: A0 x A1 blocks of B0 x B1, each in P0 x P1 registers.
 
+    x, table, IS_TABLE, IS_ALIGNED: from `pointers_of`
     encode: float32 [E, encode_rows]; the factor of a row of blocks is encode_stride behind that of the row before
     """
     scales_n, scales_k = (n + B0 - 1) // B0, (k + B1 - 1) // B1
@@ -57,8 +67,9 @@ def quantize_fp4_tile(
     r, c = tl.arange(0, P0)[None, :, None, None], tl.arange(0, P1)[None, None, None, :]
     row, column = block_row * B0 + r, block_column * B1 + c
     in_row = (row < n) & (r < B0)
+    matrix = matrix_pointer(x, table, expert, stride_e, IS_TABLE, IS_ALIGNED)
     values = tl.load(
-        x + expert * stride_e + row * stride_n + column * stride_k,
+        matrix + row * stride_n + column * stride_k,
         mask=in_row & (column < k) & (c < B1),
         other=0,
     )
@@ -91,7 +102,7 @@ def quantize_fp4_tile(
     tl.store(data + (expert * n + row) * (k // 2) + place, even | (odd << 4), mask=inside)
 
 
-def quantize_fp4(x: Tensor, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor) -> None:
+def quantize_fp4(x: Stack, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x [E, N, K]; see `reference.quantize_fp4`.
 
     Raises: ValueError for a block that a program cannot hold, or of an odd number of columns
@@ -109,10 +120,11 @@ def quantize_fp4(x: Tensor, block: Block, encode: Tensor, flush: bool, data: Ten
     a0 = max(1, STRIP_VALUES // (p0 * a1 * p1))
     tiles = x.size(0) * triton.cdiv(scale_inv.size(1), a0) * triton.cdiv(scale_inv.size(2), a1)
     warps = triton.next_power_of_2(max(1, min(16, a0 * p0 * a1 * p1 // THREAD_VALUES // 32)))
-    with torch.cuda.device_of(x):
+    values, table, strides, *kind = pointers_of(x)
+    with torch.cuda.device_of(data):
         quantize_fp4_tile[(tiles,)](
-            x.view(torch.int16) if x.dtype is torch.bfloat16 else x, encode, data, scale_inv.view(torch.uint8),
-            *x.shape[1:], *x.stride(), encode.size(1), int(encode.size(1) > 1),
-            *block, p0, p1, a0, a1, flush,
+            values, table, encode, data, scale_inv.view(torch.uint8),
+            *x.shape[1:], *strides, encode.size(1), int(encode.size(1) > 1),
+            *kind, *block, p0, p1, a0, a1, flush,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

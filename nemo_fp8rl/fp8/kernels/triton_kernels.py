@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import as_bytes
 from nemo_fp8rl.fp8.kernels.compare_bytes import make_quantize_delta
+from nemo_fp8rl.fp8.kernels.matrices import Matrices, Stack
 from nemo_fp8rl.fp8.names import Block, ScaleRule
 
 STRIP_VALUES = 1 << 14
@@ -63,15 +64,32 @@ def e8m0_scale_inv(amax):
     return tl.maximum((exponent + is_between.to(tl.int32)) << 23, 0x400000).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def matrix_pointer(x, table, expert, stride_e, IS_TABLE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Return the pointer to a matrix: `stride_e` values behind the one before, or where the table of addresses says.
+
+    IS_ALIGNED: all addresses are multiples of 16 bytes, so that values can be read that many at a time
+    """
+    if IS_TABLE:
+        pointer = tl.load(table + expert).to(tl.pointer_type(x.dtype.element_ty))
+        if IS_ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+    else:
+        pointer = x + expert * stride_e
+    return pointer
+
+
 @triton.jit(do_not_specialize=["scale_stride_e", "scale_stride_n", "scale_stride_k"])
 def quantize_tile(
-    x, data, scale_inv, n, k, stride_e, stride_n, stride_k, scale_stride_e, scale_stride_n, scale_stride_k,
+    x, table, data, scale_inv, n, k, stride_e, stride_n, stride_k, scale_stride_e, scale_stride_n, scale_stride_k,
     largest,
+    IS_TABLE: tl.constexpr, IS_ALIGNED: tl.constexpr,
     B0: tl.constexpr, B1: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, STRIPS: tl.constexpr,
     POW2: tl.constexpr, E8M0: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of x [E, n, k]: A0 x A1 blocks of B0 x B1, in STRIPS strips of S0 x S1, one below the other.
 
+    x, table, IS_TABLE, IS_ALIGNED: from `pointers_of`
     largest: the largest finite value of x's dtype
     """
     A0: tl.constexpr = S0 if B0 == 1 else 1
@@ -82,6 +100,7 @@ def quantize_tile(
     expert = (tile // tiles_k // tiles_n).to(tl.int64)  # int64, because a matrix may exceed 2^31 values
     i, j = (tile // tiles_k % tiles_n).to(tl.int64), (tile % tiles_k).to(tl.int64)
     r, c = tl.arange(0, S0)[:, None], tl.arange(0, S1)[None, :]
+    matrix = matrix_pointer(x, table, expert, stride_e, IS_TABLE, IS_ALIGNED)
     column = j * (A1 * B1) + c
     in_row = (column < k) & (c < A1 * B1)
 
@@ -90,7 +109,7 @@ def quantize_tile(
     for s in tl.static_range(STRIPS):
         row = i * (A0 * B0) + s * S0 + r
         inside = in_row & (row < n) & (s * S0 + r < A0 * B0)
-        values = tl.load(x + expert * stride_e + row * stride_n + column * stride_k, mask=inside, other=0)
+        values = tl.load(matrix + row * stride_n + column * stride_k, mask=inside, other=0)
         strips += (values,)
         magnitude = float32_bits(values) & 0x7FFFFFFF  # [S0, S1] -> [A0, A1]
         if B1 > 1:
@@ -123,7 +142,7 @@ def quantize_tile(
         tl.store(data + (expert * n + row) * k + column, code, mask=inside)
 
 
-def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
+def quantize(x: Stack, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x; see `Kernel`.
 
     Raises: ValueError for a block that a program cannot hold
@@ -135,16 +154,26 @@ def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: 
     tiles *= triton.cdiv(x.size(2), columns if block[1] == 1 else block[1])
     warps = rows * columns * strips // THREAD_VALUES // 32
     native = not IS_INTERPRETED and torch.cuda.get_device_capability(x.device) >= (8, 9)
-    with torch.cuda.device_of(x):
+    values, table, strides, *kind = pointers_of(x)
+    with torch.cuda.device_of(data):
         quantize_tile[(tiles,)](
-            x.view(torch.int16) if x.dtype is torch.bfloat16 else x, as_bytes(data), scale_inv,
-            *x.shape[1:], *x.stride(), *scale_inv.stride(), torch.finfo(x.dtype).max,
-            *block, rows, columns, strips, rule == "pow2", rule == "e8m0", native,
+            values, table, as_bytes(data), scale_inv,
+            *x.shape[1:], *strides, *scale_inv.stride(), torch.finfo(x.dtype).max,
+            *kind, *block, rows, columns, strips, rule == "pow2", rule == "e8m0", native,
             num_warps=triton.next_power_of_2(max(1, min(16, warps))), enable_fp_fusion=False,
         )  # fmt: skip
 
 
 quantize_delta = make_quantize_delta(quantize)
+
+
+def pointers_of(x: Stack) -> tuple[Tensor, Tensor | None, tuple[int, ...], bool, bool]:
+    """Return values that have x's type (bfloat16 as int16), table, strides, and the two flags of `matrix_pointer`."""
+    values = x[0] if isinstance(x, Matrices) else x
+    values = values.view(torch.int16) if x.dtype is torch.bfloat16 else values
+    if not isinstance(x, Matrices):
+        return values, None, x.stride(), False, False
+    return values, x.table, (0, *x.strides), True, not any(address % 16 for address in x.addresses)
 
 
 def tile_layout(block: Block) -> tuple[int, int, int]:

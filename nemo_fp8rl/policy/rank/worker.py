@@ -358,9 +358,9 @@ class MegatronWorker:
             kv_scales = self.kv_cache.scales.named_tensors()
         # parameters may be offloaded when an engine is brought up to date while other engines generate
         self.has_borrowed_parameters = "parameters" in self.offload.offloaded_bytes
-        noisy, encodes = self.noise.add_to_parts(self.weights().for_refit(), version), self.global_scales.encodes()
-        weights = stack_weights(noisy, self.refit.sender.stack_sizes)
-        self.refit.start(chain(weights, kv_scales), version, engines, full_only=full_only, encodes=encodes, **how)
+        stacked = stack_weights(self.weights().for_refit(), self.refit.sender.stack_sizes)
+        weights, encodes = chain(self.noise.add_to_parts(stacked, version), kv_scales), self.global_scales.encodes()
+        self.refit.start(weights, version, engines, full_only=full_only, encodes=encodes, **how)
 
     def finish_push(self) -> SendReport:
         try:

@@ -8,17 +8,13 @@ A parameter has two forms: rows for the forward, and columns for the gradient of
 columns are the transpose of the rows.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8 import BLOCK, BlockScaled
-from nemo_fp8rl.fp8.block_scaled import E4M3, repeat_rows
-from nemo_fp8rl.policy.weights.hf_names import hf_views
-from nemo_fp8rl.policy.weights.layout import Layout
+from nemo_fp8rl.fp8.block_scaled import E4M3
 
 
 def is_fp8(parameter: Tensor) -> bool:
@@ -29,38 +25,6 @@ def fp8_view(parameter: Any) -> BlockScaled:
     """Return views of an FP8 parameter's bytes [N, K] and scales."""
     columns = -(-parameter.size(1) // BLOCK[1])  # Transformer Engine pads the scales
     return BlockScaled(parameter._rowwise_data.view(E4M3), parameter._rowwise_scale_inv[:, :columns], BLOCK)
-
-
-def refit_views(
-    layout: Layout, parameters: Mapping[str, Tensor], quantized: Mapping[str, BlockScaled]
-) -> Iterator[tuple[str, Tensor | BlockScaled]]:
-    """Yield `hf_views` of the parameters; those that are quantized come as bytes with scales.
-
-    parameters:  by Megatron's names
-    quantized:   the weights that exist only in a quantized format, by the same names
-    """
-    if not quantized:
-        yield from hf_views(layout, lambda name: parameters[name].detach())
-        return
-    weight: BlockScaled | None = None  # of the parameter that `hf_views` asked for last, whose parts it yields next
-
-    def data(name: str) -> Tensor:
-        nonlocal weight
-        weight = quantized.get(name)
-        return parameters[name].detach() if weight is None else weight.data
-
-    def scales(name: str) -> Tensor:
-        """Return one row of scales for each row of the weight, so that both are cut alike."""
-        if weight is None:
-            return parameters[name].detach()
-        return repeat_rows(weight.scale_inv, weight.block[0], weight.data.size(-2))
-
-    pairs = zip(hf_views(layout, data), hf_views(layout, scales), strict=True)
-    for (name, part), (_, rows) in pairs:
-        if weight is None:
-            yield name, part
-        else:
-            yield name, replace(weight, data=part, scale_inv=rows[..., :: weight.block[0], :])
 
 
 def storage_tensors(parameter: Any) -> list[Tensor]:

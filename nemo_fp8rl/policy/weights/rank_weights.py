@@ -1,7 +1,6 @@
 """The weights of one rank in the forms that engines, checkpoints and the reference policy need."""
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from nemo_fp8rl.algorithms.quantization_error import (
 from nemo_fp8rl.fp8 import BlockScaled, Format, Fp8Layers, ScaleFormat
 from nemo_fp8rl.policy.optimizer.scaled_adam import MASTER
 from nemo_fp8rl.policy.weights.adapter_names import adapter_views
-from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, refit_views, storage_tensors
+from nemo_fp8rl.policy.weights.fp8_params import fp8_view, is_fp8, storage_tensors
 from nemo_fp8rl.policy.weights.hf_names import layer_norms, to_hf
 from nemo_fp8rl.policy.weights.layout import Layout
 from nemo_fp8rl.policy.weights.optimizer_state import AwareSlice, StateSlice, make_master_gatherer, state_slices
+from nemo_fp8rl.policy.weights.refit_views import RefitViews
 
 
 class RankWeights:
@@ -32,6 +32,7 @@ class RankWeights:
     def __init__(self, layout: Layout, model: torch.nn.Module, optimizer: Any, dtype: torch.dtype) -> None:
         self.layout, self.model, self.optimizer, self.dtype = layout, model, optimizer, dtype
         self.parameters = dict(model.named_parameters())
+        self.refit_views = RefitViews(layout, self.parameters, dict(model.named_modules()))
 
     def storage_tensors(self) -> list[Tensor]:
         """Return the plain tensors of all parameters, with FP8 columns; they can be copied and written in place."""
@@ -39,19 +40,11 @@ class RankWeights:
 
     def for_refit(self) -> Iterator[tuple[str, Tensor | BlockScaled]]:
         """Yield (HF name, this rank's part) of the weights that it may send; FP8 weights come as bytes with scales."""
-        base = refit_views(self.layout, self.parameters, self._quantized())
-        adapters = adapter_views(self.layout, lambda name: self.parameters[name].detach())
-        return ((name, part) for name, part in chain(base, adapters) if self.layout.may_send(name))
+        yield from self.refit_views.get()
 
     def norms(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, parameter) of the norms before attention and MLP, to be written in place."""
         return ((name, self.parameters[megatron].detach()) for megatron, name in layer_norms(self.layout))
-
-    def _quantized(self) -> dict[str, BlockScaled]:
-        """Return the weights that exist only in a quantized format, by Megatron's name."""
-        fp8 = {name: fp8_view(parameter) for name, parameter in self.parameters.items() if is_fp8(parameter)}
-        bases = ((f"{name}.weight", getattr(layer, "base", None)) for name, layer in self.model.named_modules())
-        return fp8 | {name: base for name, base in bases if isinstance(base, BlockScaled)}
 
     def for_checkpoint(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, this rank's part) of all weights, as views where possible; all ranks call it together.

@@ -6,7 +6,7 @@ A link that breaks is left out of the rest of the push and reported; the other l
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,11 +15,12 @@ from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled, NonFiniteError
 from nemo_fp8rl.fp8.block_scaled import count_nans, describe_non_finite, is_finite, scale_values
 from nemo_fp8rl.refit.deferred_checks import DeferredChecks, PendingDigest, on_gpu
-from nemo_fp8rl.refit.expert_stacks import Weight
+from nemo_fp8rl.refit.expert_stacks import Weight, expert_name
 from nemo_fp8rl.refit.manifest import Route, TensorPart
 from nemo_fp8rl.refit.message import Content, Encoding, Entry
 from nemo_fp8rl.refit.reports import LinkId, SendReport, StageTimer
 from nemo_fp8rl.refit.sender.bucket_writer import BucketWriter
+from nemo_fp8rl.refit.sender.piece_cut import PieceCut
 from nemo_fp8rl.refit.transport.link import LinkError, SendingEnd
 
 
@@ -41,14 +42,14 @@ class Link:
 class Piece:
     """A piece that one or more links need.
 
-    part:      the piece
-    targets:   its index in the route of each link that needs it
-    full_only: True if one of these links cannot apply a delta
+    part:    the piece
+    targets: its index in the route of each link that needs it
+    cut:     cuts its values
     """
 
     part: TensorPart
     targets: dict[LinkId, int] = field(default_factory=dict)
-    full_only: bool = False
+    cut: PieceCut = field(default_factory=PieceCut)
 
 
 class Target(NamedTuple):
@@ -70,19 +71,19 @@ class Target(NamedTuple):
             self.content.copy_(other.content)
 
 
-class Push:
-    """The state of one push. writers: the links that still work; pieces: by tensor name; report: filled as it goes.
+class PushPlan:
+    """The pieces of a push, which serve later ones as well, as long as the links have the same routes.
 
+    pieces:      by tensor name
     with_frozen: see `WeightSender.send`
     """
 
-    def __init__(self, version: int, links: Mapping[LinkId, Link], with_frozen: bool = True) -> None:
-        self.report, self.checks = SendReport(), DeferredChecks()
-        self.writers = {i: BucketWriter(link.end, version, self._flush, self.checks) for i, link in links.items()}
+    def __init__(self, links: Mapping[LinkId, Link] = MappingProxyType({}), with_frozen: bool = True) -> None:
+        self.routes, self.with_frozen = {i: link.route for i, link in links.items()}, with_frozen
         self.pieces: dict[str, list[Piece]] = {}
         by_region: dict[tuple[str, Region], Piece] = {}
-        for i, link in links.items():
-            for position, part in enumerate(link.route):
+        for i, route in self.routes.items():
+            for position, part in enumerate(route):
                 if part.is_frozen and not with_frozen:
                     continue
                 key = part.name, part.region
@@ -90,7 +91,24 @@ class Push:
                     by_region[key] = Piece(part)
                     self.pieces.setdefault(part.name, []).append(by_region[key])
                 by_region[key].targets[i] = position
-                by_region[key].full_only |= part.name in link.full_only
+
+    def serves(self, links: Mapping[LinkId, Link], with_frozen: bool) -> bool:
+        if with_frozen != self.with_frozen or links.keys() != self.routes.keys():
+            return False
+        return all(link.route is self.routes[i] for i, link in links.items())
+
+
+class Push:
+    """The state of one push. writers: the links that still work; pieces: by tensor name; report: filled as it goes."""
+
+    def __init__(self, version: int, links: Mapping[LinkId, Link], plan: PushPlan) -> None:
+        self.report, self.checks = SendReport(), DeferredChecks()
+        self.writers = {i: BucketWriter(link.end, version, self._flush, self.checks) for i, link in links.items()}
+        self.links, self.pieces = links, dict(plan.pieces)
+
+    def takes_delta(self, piece: Piece) -> bool:
+        """Return True if every link that needs the piece can apply a delta of it."""
+        return not any(piece.part.name in self.links[i].full_only for i in piece.targets)
 
     def wait_for_places(self) -> None:
         """Wait until every sink has begun to load the version, and write what can be into its place."""
@@ -109,14 +127,15 @@ class Push:
             yield weight
 
     def time_quantization(self, part: TensorPart) -> "_QuantizeTimer":
-        return _QuantizeTimer(self.report.seconds, part.name)
+        return _QuantizeTimer(self.report.seconds, part)
 
     def check_finite(self, part: TensorPart, tensor: Tensor) -> None:
         """Raise NonFiniteError, on a GPU later, if the tensor has NaN or infinity."""
         if on_gpu(tensor):
             self.checks.check_finite(tensor, lambda: NonFiniteError(f"{_describe(part)} are not finite"))
         elif not is_finite(tensor):
-            raise NonFiniteError(describe_non_finite(tensor))
+            matrix = next(i for i, x in enumerate(tensor) if not is_finite(x)) if part.is_stack else None
+            raise NonFiniteError(describe_non_finite(tensor if matrix is None else tensor[matrix]), matrix)
 
     def check_codes(self, part: TensorPart, quantized: BlockScaled) -> None:
         """Raise NonFiniteError, on a GPU later, if FP8 values or their scales are not finite."""
@@ -129,7 +148,12 @@ class Push:
             self.checks.read(count, partial(_raise_for_codes, part))
             self.check_finite(part, scales)
         elif count or not is_finite(scales):
-            raise NonFiniteError(f"{int(count)} of {quantized.data.numel()} FP8 values, or their scales, are NaN")
+            data, matrix = quantized.data, None
+            if part.is_stack:
+                pairs = enumerate(zip(data, scales, strict=True))
+                matrix = next(i for i, (x, scale) in pairs if count_nans(x) or not is_finite(scale))
+                data, count = data[matrix], count_nans(data[matrix])
+            raise NonFiniteError(f"{int(count)} of {data.numel()} FP8 values, or their scales, are NaN", matrix)
 
     def reserve(self, piece: Piece, nbytes: int) -> Tensor | None:
         """Return memory for an entry in the bucket of the first working link that needs the piece, or None."""
@@ -221,20 +245,23 @@ class _LinkGuard:
 
 
 class _QuantizeTimer(StageTimer):
-    """Times the quantize stage, and adds the tensor's name to a NonFiniteError of the block."""
+    """Times the quantize stage, and adds the tensor's name, or the expert's, to a NonFiniteError of the block."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("part",)
 
-    def __init__(self, seconds: dict[str, float], tensor: str) -> None:
+    def __init__(self, seconds: dict[str, float], part: TensorPart) -> None:
         super().__init__(seconds, "quantize")
-        self.tensor = tensor
+        self.part = part
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, NonFiniteError):
-            raise NonFiniteError(f"{self.tensor}: {error}") from None
+            name = self.part.name
+            if error.matrix is not None:
+                name = expert_name(name, self.part.region[0][0] + error.matrix)
+            raise NonFiniteError(f"{name}: {error}") from None
 
 
 def _raise_for_codes(part: TensorPart, nan_count: int) -> None:

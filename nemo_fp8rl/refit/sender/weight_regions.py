@@ -7,28 +7,17 @@ from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
 from nemo_fp8rl.fp8 import BlockScaled, scale_shape
-from nemo_fp8rl.refit.expert_stacks import Matrix, Weight
+from nemo_fp8rl.refit.expert_stacks import Matrix
 from nemo_fp8rl.refit.manifest import TensorPart, blocks_of
 from nemo_fp8rl.refit.message import Content
 
 
-def cut_weight(weight: Weight, part: TensorPart, region: Region) -> Weight:
+def cut_matrix(weight: Matrix, part: TensorPart, region: Region) -> Matrix:
     """Return the region of a rank's weight; of a stack, a stack where the region consists of whole matrices.
 
     weight: the values of `part`: a tensor of the part's size, or a stack [count, rows, K] of the matrices that lie one
-            below the other in it; the matrices of experts for a part of a stack of experts
+            below the other in it
     """
-    if isinstance(weight, list):
-        (first, end), *of_matrix = region
-        start = part.region[0][0]
-        some = weight[first - start : end - start]
-        matrix = part.matrix
-        return [cut_matrix(each, matrix, tuple(of_matrix)) for each in some]
-    return cut_matrix(weight, part, region)
-
-
-def cut_matrix(weight: Matrix, part: TensorPart, region: Region) -> Matrix:
-    """Return the region of one weight; see `cut_weight`."""
     if isinstance(weight, BlockScaled):
         assert part.format is not None
         shape, blocks = scale_shape(part.shape, weight.block), blocks_of(part.region, weight.format)

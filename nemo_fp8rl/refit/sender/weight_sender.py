@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.common.region import Region
-from nemo_fp8rl.fp8 import BlockScaled, NonFiniteError, ScaleFormat, quantize_blockwise, quantize_delta
+from nemo_fp8rl.fp8 import BlockScaled, Matrices, NonFiniteError, ScaleFormat, quantize_blockwise, quantize_delta
 from nemo_fp8rl.fp8.block_scaled import scale_values
 from nemo_fp8rl.fp8.delta import Delta
 from nemo_fp8rl.refit.deferred_checks import PendingDigest, on_gpu
@@ -22,8 +22,9 @@ from nemo_fp8rl.refit.expert_stacks import Weight, expert_name
 from nemo_fp8rl.refit.manifest import RefitError, TensorPart
 from nemo_fp8rl.refit.message import Content
 from nemo_fp8rl.refit.reports import LinkId, SendReport
-from nemo_fp8rl.refit.sender.push import Link, Piece, Push, Target
-from nemo_fp8rl.refit.sender.weight_regions import as_block_scaled, cut_weight
+from nemo_fp8rl.refit.sender.piece_cut import QuantizedMatrices, Values, copy_matrices
+from nemo_fp8rl.refit.sender.push import Link, Piece, Push, PushPlan, Target
+from nemo_fp8rl.refit.sender.weight_regions import as_block_scaled
 
 MIN_DELTA_BYTES = 1 << 14
 """Bytes of the smallest piece that is sent as a delta; below this a delta would hardly be smaller."""
@@ -41,6 +42,7 @@ class WeightSender:
         self.parts = {part.name: part for part in parts}
         self.stack_sizes = {part.name: part.size[0] for part in parts if part.is_stack}
         self.encodes: Mapping[str, Tensor] = {}
+        self.plan = PushPlan()
         self.scale_format = scale_format
         self.base_version = -1
         self.base: dict[tuple[str, Region], Tensor] = {}
@@ -75,7 +77,9 @@ class WeightSender:
         """
         assert not delta or (self.base_version >= 0 and not direct)
         self.base_version, self.encodes = -1, encodes
-        push = Push(version, links, with_frozen)
+        if not self.plan.serves(links, with_frozen):
+            self.plan = PushPlan(links, with_frozen)
+        push = Push(version, links, self.plan)
         if delta or keep:
             regions = {(name, piece.part.region) for name, pieces in push.pieces.items() for piece in pieces}
             self.base = {key: base for key, base in self.base.items() if key in regions}
@@ -86,8 +90,8 @@ class WeightSender:
                 push.wait_for_places()
             for name, weight in push.time_export(weights):
                 for piece in push.pieces.pop(name, ()):
-                    values = cut_weight(weight, self.parts[name], piece.part.region)
-                    if delta and not piece.full_only and (piece.part.name, piece.part.region) in self.base:
+                    values = piece.cut.values(weight, self.parts[name], piece.part.region)
+                    if delta and push.takes_delta(piece) and (piece.part.name, piece.part.region) in self.base:
                         self._send_delta(push, piece, values, digests)
                     else:
                         self._send_full(push, piece, values, keep, digests)
@@ -106,11 +110,11 @@ class WeightSender:
         push.report.base_nbytes = sum(base.nbytes for base in self.base.values())
         return push.report
 
-    def _send_full(self, push: Push, piece: Piece, values: Weight, keep: bool, digests: bool) -> None:
+    def _send_full(self, push: Push, piece: Piece, values: Values, keep: bool, digests: bool) -> None:
         part = piece.part
         if (target := push.target(piece)) is None:
             return
-        device, filled = _device_of(values), target
+        device, filled = values.device, target
         if device != target.content.data.device:
             payload = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
             filled = Target(target.link, Content.of(part, payload), payload)
@@ -125,8 +129,8 @@ class WeightSender:
                 Target(target.link, Content.of(part, base), base).copy_(filled)
         push.add_whole(piece, target, digest)
 
-    def _send_delta(self, push: Push, piece: Piece, values: Weight, digests: bool) -> None:
-        part, base = piece.part, self._base_of(piece.part, _device_of(values))
+    def _send_delta(self, push: Push, piece: Piece, values: Values, digests: bool) -> None:
+        part, base = piece.part, self._base_of(piece.part, values.device)
         content = Content.of(part, base)
         with push.time_quantization(part):
             delta = self._update(push, part, values, content)
@@ -141,56 +145,64 @@ class WeightSender:
             entry[part.scale_bytes :] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             push.add(piece, entry, "delta", digest)
 
-    def _quantize(self, push: Push, part: TensorPart, values: Weight, content: Content) -> None:
+    def _quantize(self, push: Push, part: TensorPart, values: Values, content: Content) -> None:
         """Write the values to the content: FP8 is copied, a part that is FP8 is quantized, others are converted."""
-        matrices = values if isinstance(values, list) else [values]
         if content.scale_inv is None:
-            targets = list(content.data) if isinstance(values, list) else [content.data]
-            for target, tensor in zip(targets, matrices, strict=True):
-                assert isinstance(tensor, Tensor)
-                target.view(tensor.shape).copy_(tensor)
+            if isinstance(values, Matrices):
+                copy_matrices(content.data, values.tensors)
+            else:
+                assert isinstance(values, Tensor)
+                content.data.view(values.shape).copy_(values)
             push.check_finite(part, content.data)
             return
-        places = zip(matrices, _matrices(part, content), strict=True)
-        outs = [as_block_scaled(tuple(matrix.shape), *place) for matrix, place in places]
-        if isinstance(matrices[0], BlockScaled):
-            for out, matrix in zip(outs, matrices, strict=True):
-                assert isinstance(matrix, BlockScaled)
-                out.data.view(torch.uint8).copy_(matrix.data.view(torch.uint8))
-                out.scale_inv.view(torch.uint8).copy_(matrix.scale_inv.view(torch.uint8))
-                if out.global_scale is not None and matrix.global_scale is not None:
-                    out.global_scale.copy_(matrix.global_scale)
+        if isinstance(values, QuantizedMatrices):
+            values.copy_to(content.as_block_scaled(part))
+            push.check_codes(part, content.as_block_scaled(part))
+            return
+        out = as_block_scaled(tuple(values.shape), part, content)
+        if isinstance(values, BlockScaled):
+            out.data.view(torch.uint8).copy_(values.data.view(torch.uint8))
+            out.scale_inv.view(torch.uint8).copy_(values.scale_inv.view(torch.uint8))
+            if out.global_scale is not None and values.global_scale is not None:
+                out.global_scale.copy_(values.global_scale)
             push.check_codes(part, content.as_block_scaled(part))
             return
         deferred = on_gpu(content.scale_inv)
-        for i, (out, matrix) in enumerate(zip(outs, matrices, strict=True)):
-            assert isinstance(matrix, Tensor)
-            quantize_blockwise(matrix, out=out, check=not deferred, **self._rule_of(part, i))
-        if not isinstance(values, list):
-            _keep_global_scale(content, outs[0])
+        quantize_blockwise(values, out=out, check=not deferred, **self._rule_of(part))
+        _keep_global_scale(content, out, part)
         if deferred:
-            push.check_finite(part, scale_values(content.scale_inv, outs[0].format))
+            push.check_finite(part, scale_values(content.scale_inv, out.format))
 
-    def _update(self, push: Push, part: TensorPart, values: Weight, content: Content) -> Delta | None:
+    def _update(self, push: Push, part: TensorPart, values: Values, content: Content) -> Delta | None:
         """Quantize over the content that was sent last, and return the changes; None if they are too many."""
-        if isinstance(values, list):
-            old = bytes_of(content.data).clone()
-            self._quantize(push, part, values, content)
-            return Delta.between(old, bytes_of(content.data))
-        if content.scale_inv is not None and not isinstance(values, BlockScaled):
+        if content.scale_inv is not None and isinstance(values, Tensor | Matrices):
             out = as_block_scaled(tuple(values.shape), part, content)
             delta = quantize_delta(values, out.data, out=out, **self._rule_of(part))[1]
-            _keep_global_scale(content, out)
+            _keep_global_scale(content, out, part)
             return delta
-        new = values.data if isinstance(values, BlockScaled) else values.to(content.data.dtype)
-        delta = Delta.between(bytes_of(content.data), bytes_of(new))
+        if isinstance(values, Tensor | BlockScaled):
+            new = values.data if isinstance(values, BlockScaled) else values.to(content.data.dtype)
+            delta = Delta.between(bytes_of(content.data), bytes_of(new))
+            self._quantize(push, part, values, content)
+            return delta
+        old = bytes_of(content.data).clone()
         self._quantize(push, part, values, content)
-        return delta
+        return Delta.between(old, bytes_of(content.data))
 
-    def _rule_of(self, part: TensorPart, matrix: int = 0) -> dict[str, Any]:
-        """Return the arguments by which the quantizer treats a part, or a matrix of a part of a stack."""
-        name = expert_name(part.name, part.region[0][0] + matrix) if part.is_stack else part.name
-        return {"format": part.format, "scale_format": self.scale_format, "encode": self.encodes.get(name)}
+    def _rule_of(self, part: TensorPart) -> dict[str, Any]:
+        """Return the arguments by which the quantizer treats a part."""
+        return {"format": part.format, "scale_format": self.scale_format, "encode": self._encode_of(part)}
+
+    def _encode_of(self, part: TensorPart) -> Tensor | None:
+        """Return the factor of the part's global scale, of each matrix of a part of a stack; None for the default."""
+        if not self.encodes or part.format is None or not part.format.has_global:
+            return None
+        if not part.is_stack:
+            return self.encodes.get(part.name)
+        names = (expert_name(part.name, expert) for expert in range(*part.region[0]))
+        factors = [self.encodes.get(name) for name in names]
+        known = [factor for factor in factors if factor is not None]
+        return torch.stack(known) if len(known) == len(factors) else None
 
     def _base_of(self, part: TensorPart, device: torch.device) -> Tensor:
         """Return the memory, uint8 [part.nbytes] on the weights' device, for the bytes that are sent of a piece."""
@@ -200,23 +212,8 @@ class WeightSender:
         return self.base[key]
 
 
-def _device_of(values: Weight) -> torch.device:
-    return (values[0] if isinstance(values, list) else values).device
-
-
-def _matrices(part: TensorPart, content: Content) -> list[tuple[TensorPart, Content]]:
-    """Return (part, content) of each matrix of a part of a stack; of any other part, of itself."""
-    if not part.is_stack:
-        return [(part, content)]
-    scales, factors = content.scale_inv, content.global_scale
-    assert scales is not None
-    return [
-        (part.matrix, Content(data, scales[i], None if factors is None else factors[i : i + 1]))
-        for i, data in enumerate(content.data)
-    ]
-
-
-def _keep_global_scale(content: Content, quantized: BlockScaled) -> None:
-    """Store the global scale of a stack, which `as_block_scaled` does not view."""
-    if content.global_scale is not None and quantized.global_scale is not None and quantized.data.dim() > 2:
-        content.global_scale.copy_(quantized.global_scale[:1])
+def _keep_global_scale(content: Content, quantized: BlockScaled, part: TensorPart) -> None:
+    """Store the global scale of a stack that is one matrix of HF's, which `as_block_scaled` does not view."""
+    scale, stored = quantized.global_scale, content.global_scale
+    if scale is not None and stored is not None and quantized.data.dim() > len(part.size):
+        stored.copy_(scale[:1])

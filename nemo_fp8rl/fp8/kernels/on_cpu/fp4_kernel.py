@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_fp8rl.fp8.kernels.matrices import Stack
 from nemo_fp8rl.fp8.kernels.on_cpu import fp4_loops
 from nemo_fp8rl.fp8.kernels.on_cpu.strips import bits_of, run_on_strips, views
 from nemo_fp8rl.fp8.names import Block, ScaleFormat
@@ -11,7 +12,7 @@ from nemo_fp8rl.fp8.names import Block, ScaleFormat
 SOURCES = {"fp32": fp4_loops.FP32, "pow2": fp4_loops.POW2}
 
 
-def quantize_fp4(x: Tensor, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor) -> None:
+def quantize_fp4(x: Stack, block: Block, encode: Tensor, flush: bool, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x [E, N, K]; see `reference.quantize_fp4`."""
     assert data.is_contiguous() and scale_inv.is_contiguous()
     out, factors = (data.numpy(), scale_inv.view(torch.uint8).numpy()), encode.contiguous().numpy()

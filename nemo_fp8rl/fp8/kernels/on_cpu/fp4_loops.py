@@ -71,7 +71,7 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, encode, flush
     scale_inv: output, E4M3 bytes [E, strips, blocks]
     encode:    float32 [E, 1], or [E, N] with blocks of one row
     """
-    origin, matrix_stride, stride = layout
+    origins, stride = layout
     columns, blocks, strips = 2 * out.shape[2], scale_inv.shape[2], scale_inv.shape[1]
     scratch, maxima, codes = np.empty(columns, x.dtype), np.empty(blocks, x.dtype), np.empty(columns, np.uint8)
     scales, inverses = np.empty(blocks, f32), np.empty(blocks, f32)
@@ -79,7 +79,7 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, encode, flush
     for strip in range(first, end):
         matrix, i = divmod(strip, strips)
         top, bottom = i * height, min(out.shape[1], i * height + height)
-        start = origin + matrix * matrix_stride + top * stride
+        start = origins[matrix] + top * stride
         strip_maxima(x, start, stride, bottom - top, width, scratch, maxima)
         factor = encode[matrix, top if encode.shape[1] > 1 else 0]
         fp4_scales(maxima, factor, flush, scales, inverses, scale_inv[matrix, i])
@@ -155,7 +155,7 @@ def quantize_dequantize(x, layout, first, end, out, height, width, encode, sourc
     out:    output, bits [E, N, K] of the values, int16 for bfloat16 or int32 for float32
     source: of the factors; those of the rows themselves need blocks of one row
     """
-    origin, matrix_stride, stride = layout
+    origins, stride = layout
     columns, blocks, strips = out.shape[2], -(-out.shape[2] // width), -(-out.shape[1] // height)
     scratch, maxima, unused = np.empty(columns, x.dtype), np.empty(blocks, x.dtype), np.empty(blocks, np.uint8)
     scales, inverses = np.empty(blocks, f32), np.empty(blocks, f32)
@@ -163,7 +163,7 @@ def quantize_dequantize(x, layout, first, end, out, height, width, encode, sourc
     for strip in range(first, end):
         matrix, i = divmod(strip, strips)
         top, bottom = i * height, min(out.shape[1], i * height + height)
-        start = origin + matrix * matrix_stride + top * stride
+        start = origins[matrix] + top * stride
         strip_maxima(x, start, stride, bottom - top, width, scratch, maxima)
         factor = encode[matrix, top if encode.shape[1] > 1 else 0] if source == GIVEN else line_encode(maxima, source)
         fp4_scales(maxima, factor, flush, scales, inverses, unused)

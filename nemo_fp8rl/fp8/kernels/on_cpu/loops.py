@@ -140,8 +140,7 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, rule, largest
     """Quantize strips `first` to `end`, counted through all matrices.
 
     x:         flat memory
-    layout:    (origin, stride of matrices, stride of rows): row r of matrix e begins at origin + e * layout[1] +
-               r * layout[2]
+    layout:    (origins, stride of rows): row r of matrix e begins at origins[e] + r * layout[1]
     out:       output, bytes [E, N, K]
     scale_inv: output [E, strips, blocks]
     maxima, scales: scratch, one per column
@@ -149,14 +148,14 @@ def quantize(x, layout, first, end, out, scale_inv, height, width, rule, largest
     if height == 1:
         quantize_lines(x, layout, first, end, out, scale_inv, width, rule, largest)
         return
-    origin, matrix_stride, stride = layout
+    origins, stride = layout
     row_bytes = len(scales) * x.itemsize
     for strip in range(first, end):
         matrix, j = divmod(strip, scale_inv.shape[1])
         top, bottom = j * height, min(out.shape[1], j * height + height)
-        start = origin + matrix * matrix_stride + top * stride
+        start = origins[matrix] + top * stride
         matrix_ahead, j_ahead = divmod(strip + 1, scale_inv.shape[1])
-        ahead = origin + matrix_ahead * matrix_stride + j_ahead * height * stride
+        ahead = origins[min(matrix_ahead, len(origins) - 1)] + j_ahead * height * stride
         strip_scales(x, start, stride, bottom - top, width, rule, largest, maxima, scales, scale_inv[matrix, j])
         can_shift = rule != FP32 and fill_shifts(scales, maxima)
         for row in range(top, bottom):
@@ -183,13 +182,13 @@ def maximum_of_128(values):
 @jit
 def quantize_lines(x, layout, first, end, out, scale_inv, width, rule, largest):
     """Quantize in blocks of one row: no scales to repeat, and loops of a length that the compiler knows."""
-    origin, matrix_stride, stride = layout
+    origins, stride = layout
     columns, blocks = out.shape[2], scale_inv.shape[2]
     maxima, scales = np.empty(blocks, x.dtype), np.empty(blocks, f32)
     whole = columns // 128 if width == 128 else 0
     for strip in range(first, end):
         matrix, row = divmod(strip, out.shape[1])
-        start = origin + matrix * matrix_stride + row * stride
+        start = origins[matrix] + row * stride
         values, codes, inverses = x[start : start + columns], out[matrix, row], scale_inv[matrix, row]
         for j in range(whole):
             block, bytes_ = values[j * 128 : j * 128 + 128], codes[j * 128 : j * 128 + 128]
@@ -220,14 +219,14 @@ def quantize_dequantize(x, layout, first, end, out, height, width, rule, largest
     if height == 1:
         round_trip_lines(x, layout, first, end, out, width, rule, largest)
         return
-    origin, matrix_stride, stride = layout
+    origins, stride = layout
     inverses = np.empty(-(-len(scales) // width), f32)
     inverse_row = np.empty(len(scales), f32)
     strips = -(-out.shape[1] // height)
     for strip in range(first, end):
         matrix, i = divmod(strip, strips)
         top, bottom = i * height, min(out.shape[1], i * height + height)
-        start = origin + matrix * matrix_stride + top * stride
+        start = origins[matrix] + top * stride
         strip_scales(x, start, stride, bottom - top, width, rule, largest, maxima, scales, inverses)
         repeat(inverses, width, inverse_row)
         for row in range(top, bottom):
@@ -244,13 +243,13 @@ def round_trip_row(x, scales, inverses, out):
 @jit
 def round_trip_lines(x, layout, first, end, out, width, rule, largest):
     """Compute the values that `quantize_lines` stores."""
-    origin, matrix_stride, stride = layout
+    origins, stride = layout
     columns, blocks = out.shape[2], -(-out.shape[2] // width)
     maxima, scales, inverses = np.empty(blocks, x.dtype), np.empty(blocks, f32), np.empty(blocks, f32)
     whole = columns // 128 if width == 128 else 0
     for strip in range(first, end):
         matrix, row = divmod(strip, out.shape[1])
-        start = origin + matrix * matrix_stride + row * stride
+        start = origins[matrix] + row * stride
         values, bits = x[start : start + columns], out[matrix, row]
         for j in range(whole):
             block, results = values[j * 128 : j * 128 + 128], bits[j * 128 : j * 128 + 128]
@@ -327,7 +326,7 @@ def quantize_delta(
     codes: scratch for a row
     The other arguments are those of `quantize`.
     """
-    origin, matrix_stride, stride = layout
+    origins, stride = layout
     columns = len(scales)
     can_shift, next_strip = False, row
     matrix, within = divmod(row, out.shape[1])
@@ -335,7 +334,7 @@ def quantize_delta(
         if state[1] + columns + (r * columns + columns - state[0]) // 65536 + 1 > len(gaps):
             end = r
             break
-        start = origin + matrix * matrix_stride + within * stride
+        start = origins[matrix] + within * stride
         if r == next_strip:
             strip = within // height
             top, bottom = strip * height, min(out.shape[1], strip * height + height)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import ESCAPE, MAX_CHANGED, Delta
+from nemo_fp8rl.fp8.kernels.matrices import Stack
 from nemo_fp8rl.fp8.kernels.on_cpu import loops, scales
 from nemo_fp8rl.fp8.kernels.on_cpu.strips import bits_of, first_row, run_on_strips, views
 from nemo_fp8rl.fp8.names import Block, ScaleRule
@@ -18,7 +19,7 @@ CHUNK_ENTRIES = 1 << 17
 """Entries of a delta that a thread records before it stores them as a part."""
 
 
-def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
+def quantize(x: Stack, block: Block, rule: ScaleRule, data: Tensor, scale_inv: Tensor) -> None:
     """Quantize x; see `Kernel`."""
     assert data.is_contiguous()
     contiguous = scale_inv.contiguous()
@@ -34,7 +35,7 @@ def quantize(x: Tensor, block: Block, rule: ScaleRule, data: Tensor, scale_inv: 
 
 
 def quantize_delta(
-    x: Tensor, block: Block, rule: ScaleRule, base: Tensor, data: Tensor, scale_inv: Tensor
+    x: Stack, block: Block, rule: ScaleRule, base: Tensor, data: Tensor, scale_inv: Tensor
 ) -> Delta | None:
     """Quantize x and find the delta in the same pass; see `Kernel`.
 
@@ -77,7 +78,7 @@ def quantize_dequantize(x: Tensor, block: Block, rule: ScaleRule, dtype: torch.d
     return out[0].to(dtype)
 
 
-def _loop_arguments(x: Tensor, block: Block, rule: ScaleRule) -> tuple[Any, ...]:
+def _loop_arguments(x: Stack, block: Block, rule: ScaleRule) -> tuple[Any, ...]:
     """Return the last arguments of the loops: block, rule, largest value, and two scratch rows per thread."""
     k, bits = x.size(2), np.int16 if x.dtype is torch.bfloat16 else np.int32
     return *block, RULES[rule], LARGEST[x.dtype], np.empty(k, bits), np.empty(k, np.float32)
@@ -98,7 +99,7 @@ class Recording:
     parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     @classmethod
-    def from_position(cls, start: int, x: Tensor) -> "Recording":
+    def from_position(cls, start: int, x: Stack) -> "Recording":
         capacity = max(CHUNK_ENTRIES, x.size(2) + x.numel() // (ESCAPE + 1) + 2)
         state = np.array([start - 1, 0, 0], np.int64)
         arrays = np.empty(capacity, np.uint16), np.empty(capacity, np.uint8), state, np.empty(x.size(2), np.uint8)
