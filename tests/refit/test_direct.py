@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,7 @@ def fp8_stack(name: str) -> TensorPart:
 def test_experts_are_written_into_larger_stacks(format):
     stream, weights = Stream(by_experts(format, 2), by_experts(format, 1), bucket=60_000), stack_values()
     (rank,) = stream.engine.ranks
+    rank.links = [replace(link, end=link.end.end) for link in rank.links]  # whose messages nothing changes
     rank.held[GATE], rank.direct_names = lower_half_of_w13(rank.parts[GATE]), frozenset(rank.parts)
     for version in range(2):
         reports = stream.deliver(weights, version, direct=True)
