@@ -95,7 +95,8 @@ class WeightStore:
         if not with_frozen and self.version < 0:
             raise RefitError(f"refit {version} brings only what changes, and this engine has no version yet")
         self.verify_seconds = 0.0
-        tensors = self._direct_tensors() if self.version >= 0 else []
+        is_reached = any(link.end.reach is not None for link in links)
+        tensors = self._direct_tensors() if self.version >= 0 and is_reached else []
         places = self.offered.open([link.end for link in links], version, tensors, self._direct_contents)
         loading = VersionLoad(self, links, version, verify, with_frozen, places)
         if not self.direct_names.issuperset(loading.due_names):
