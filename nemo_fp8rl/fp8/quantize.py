@@ -6,6 +6,8 @@ scales the bytes are Transformer Engine's.
 """
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +57,29 @@ def quantize_blockwise(
     encode: float32 [] or [E], the factors of a format with a global scale, which is 1 / encode; by default those of
             each matrix's largest value
     kernel: the implementation; all give the same bytes
-    out:    tensors to fill and return instead of new ones; they must not share memory with x
+    out:    tensors to fill and return instead of new ones; they must not share memory with x. Those of a stack may lie
+            in a larger stack, as gate in vLLM's w13; each matrix is then a call of a kernel
     check:  False skips the search for values that are not finite, which waits for a GPU; the caller can then search
             scale_inv, which is NaN for a block with such a value
     Raises: NonFiniteError, with the count of such values and the index of the first, of separate matrices in the first
             that has one; `out` then has no meaning. Transformer Engine would drop a NaN silently.
     """
     block = block or format.weight_block
+    if out is not None and _lies_in_larger_stack(out):
+        for i in range(x.size(0)):
+            of_matrix = encode if encode is None or not encode.dim() else encode[i]
+            part = replace(
+                out,
+                data=out.data[i],
+                scale_inv=out.scale_inv[i],
+                global_scale=None if out.global_scale is None else out.global_scale[i],
+            )
+            how: dict[str, Any] = {"format": format, "block": block, "scale_format": scale_format, "kernel": kernel}
+            try:
+                quantize_blockwise(x[i], encode=of_matrix, out=part, check=check, **how)
+            except NonFiniteError as error:
+                raise NonFiniteError(str(error), i) from None
+        return out
     x3, out = _check_and_allocate(x, format, block, scale_format, out)
     data, scale_inv = _as_stack(out.data), _as_stack(out.scale_inv)
     if format.element == "e4m3":
@@ -240,6 +258,11 @@ def _check_and_allocate(
     if out.format != format:
         raise ValueError(f"out is for {out.format.name}, not for {format.name}")
     return x if isinstance(x, Matrices) else _as_stack(x), out
+
+
+def _lies_in_larger_stack(out: BlockScaled) -> bool:
+    tensors = out.data, out.scale_inv
+    return out.data.dim() == 3 and len(out.data) > 0 and not all(x.is_contiguous() for x in tensors)
 
 
 def _check_input(x: Stack, block: Block, scale_format: ScaleFormat) -> None:
