@@ -161,14 +161,15 @@ class ElasticEngines:
 
     def _leave(self, engine: int) -> None:
         self.pool.wait_for_answers(engine)
-        if engine not in self.pool.leaving:  # it died, or it was needed again
+        if engine in self.pool.leaving:  # else it died meanwhile
+            try:
+                self.bridge.release(engine)
+            except Exception as error:  # of the trainer, whose end of the links is then gone
+                logger.warning("engine %d left: %s", engine, error)
+            with suppress(Exception):
+                self.pool.retire(engine)
+        elif engine in self.pool.present:  # it was needed again
             return
-        try:
-            self.bridge.release(engine)
-        except Exception as error:  # of the trainer, whose end of the links is then gone
-            logger.warning("engine %d left: %s", engine, error)
-        with suppress(Exception):
-            self.pool.retire(engine)
         self.left += 1
         self._notes.put(f"engine {engine} left")
 

@@ -271,13 +271,15 @@ class EnginePool(EngineClient):
 
     def _lose(self, engine: int, death: Exception) -> None:
         """Leave the place of a dead engine empty, and report whether another one is to be started in it."""
-        returns = engine not in self.leaving and self.engine_restarts < self.cfg.cluster.max_engine_restarts
+        was_leaving = engine in self.leaving
+        returns = not was_leaving and self.engine_restarts < self.cfg.cluster.max_engine_restarts
         self.engine_restarts += returns
         self.lives[engine] += 1
+        self.engines.end(engine)  # first: another one may start in its place as soon as that is empty
         with self.counting:
             self._empty(engine)
-        self.engines.end(engine)
-        self.report_loss(engine, death, returns)
+        if not was_leaving:
+            self.report_loss(engine, death, returns)
 
     def _empty(self, engine: int) -> None:
         self.present.discard(engine)

@@ -417,6 +417,26 @@ def test_a_cycle_of_defaults_is_refused(folder):
         (["cluster.train_ranks=2"], ["cluster.train_ranks", "cluster.backend=ray"]),
         (["cluster.generation_engines=2"], ["cluster.generation_engines", "cluster.backend=ray"]),
         (
+            ["cluster.backend=ray", "cluster.min_generation_engines=2"],
+            ["cluster.generation_engines=1 is not between cluster.min_generation_engines=2 and", "=1: change one"],
+        ),
+        (
+            ["cluster.backend=ray", "cluster.generation_engines=3", "cluster.max_generation_engines=2"],
+            ["cluster.generation_engines=3", "cluster.max_generation_engines=2"],
+        ),
+        (
+            ["cluster.max_generation_engines=2"],
+            ["cluster.max_generation_engines=2: engines that join and leave", "set cluster.backend=ray, or leave"],
+        ),
+        (
+            [
+                *("cluster.backend=ray", "cluster.max_generation_engines=2"),
+                *("policy.generation.colocated.enabled=true",),
+                *("policy.generation.vllm_cfg.sleep_level=1", "policy.megatron_cfg.offload_between_phases=true"),
+            ],
+            ["colocated.enabled=false and policy.generation.vllm_cfg.sleep_level=0, or leave both keys out"],
+        ),
+        (
             ["policy.generation.colocated.enabled=true", "cluster.backend=ray", "cluster.generation_engines=2"],
             ["policy.generation.colocated.enabled=true", "have 2 processes", "cluster.train_ranks=1"],
         ),

@@ -52,7 +52,7 @@ class FakeEngine(MemoryEngine):
 
     def __init__(self) -> None:
         super().__init__(LAYOUT, frozenset())
-        self.readers = AnswerReaders()
+        self.readers, self.is_set_up = AnswerReaders(), False
 
     def kill(self) -> None:
         super().kill()
@@ -98,10 +98,15 @@ class FakeEngine(MemoryEngine):
             columns = [row[number] for row in addresses], [row[number] for row in links.routes]
             rank.links = [IncomingLink(end, route) for end, route in zip(*columns, strict=True) if end is not None]
 
+    def set_up(self, *_: Any) -> None:
+        self.is_set_up = True
+
     def answer(self, method: str, *arguments: Any) -> Any:
         self.check()
+        if not self.is_set_up and method not in ("setup", "shutdown"):
+            raise AttributeError("'VllmEngine' object has no attribute 'core'")
         methods: dict[str, Callable[..., Any]] = {
-            "setup": lambda *_: None,
+            "setup": self.set_up,
             "shutdown": self.kill,
             "load": self.load_version,
             "stored_parts": lambda: [list(rank.parts.values()) for rank in self.ranks],
@@ -171,10 +176,10 @@ class FakeEngineProcesses:
 
     def restart(self, engine: int) -> None:
         self.starts.append(engine)
+        self.engines[engine] = FakeEngine()
         time.sleep(self.start)
         if engine in self.no_place:
             raise UserError(f"Ray has started no process for generation-{engine}")
-        self.engines[engine] = FakeEngine()
 
     def ask(self, engine: int, method: str, within: float) -> Any:
         try:
@@ -310,7 +315,10 @@ def test_under_random_joins_leaves_and_kills_every_prompt_is_answered_once_from_
     def train() -> None:
         run.step()
         time.sleep(choose.random() * 0.05)  # an engine that joins now waits for the refit
-        run.refit()
+        try:
+            run.refit()
+        except RefitError as error:  # of the only engine, killed twice in one refit; the next one brings it back
+            assert "failed twice: the engine was killed" in str(error)
         time.sleep(choose.random() * 0.1)
 
     for _ in range(3):
@@ -406,6 +414,29 @@ def test_an_engine_that_leaves_answers_what_it_has(make, monkeypatch):
     run.assert_all_sound()
 
 
+def test_an_engine_that_dies_as_it_leaves_is_not_replaced(make, monkeypatch):
+    run, asking = make(first=3), []
+    stream = FakeEngine.stream
+
+    def slow(engine: FakeEngine, *arguments: Any) -> Iterator[Any]:
+        for item in stream(engine, *arguments):
+            run.until(lambda: engine.died or engine is not run.processes.engines[2])
+            yield item
+            engine.check()
+
+    monkeypatch.setattr(FakeEngine, "stream", slow)
+    leaver = run.processes.engines[2]
+    run.begin(lambda: asking.append(run.ask()))
+    run.until(lambda: run.pool.in_flight[2] > 0)
+    run.engines.want(2)
+    run.until(lambda: run.pool.leaving == {2})
+    leaver.kill()
+    run.until(lambda: serves(run, {0, 1}))
+    assert (run.engines.wanted, run.engines.left, run.engines.lost, run.pool.engine_restarts) == (2, 1, 0, 0)
+    run.join_threads()
+    run.assert_all_sound()
+
+
 def test_an_engine_that_dies_leaves_its_prompts_to_the_others_and_returns(make):
     run = make()
     run.processes.start = 0.3
@@ -418,6 +449,15 @@ def test_an_engine_that_dies_leaves_its_prompts_to_the_others_and_returns(make):
     died, joined = run.engines.follow(NOWHERE)
     assert died == "engine 1 died (the engine was killed); another one starts in its place"
     assert joined.startswith("engine 1 joined")
+
+
+def test_nothing_is_asked_of_the_engine_that_starts_in_a_dead_ones_place(make):
+    run = make(elastic=False)
+    run.pool.report_loss = lambda engine, death, returns: run.processes.restart(engine)
+    run.processes.engines[1].kill()
+    run.ask()
+    assert run.pool.serving_engines() == {0} and not run.processes.engines[1].died
+    run.assert_all_sound()
 
 
 @pytest.mark.parametrize("when", ["load", "commit"])

@@ -123,7 +123,7 @@ class EngineLinks:
                 if self.to_trainer.pop(engine, None) is not None:
                     self.source.withdraw(engine)
             finally:
-                if is_alive:
+                if is_alive and self.present([engine]):  # else another one may be starting in its place
                     self.sink.disconnect(engine)
 
     def record(self, outcomes: dict[int, LoadReport | Exception]) -> dict[int, LoadReport]:
