@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.refit.memory_engine import MemoryEngine, Tampered, bf16, empty, fp8, 
 from tests.refit.remote_end import RemoteEnd
 from tests.refit.stream import PARTS, Stream, change_first_entry
 from tests.refit.test_bridge import DOWN, UP, Run, flip_a_byte, make, once  # noqa: F401
+from tests.refit.test_expert_stacks import GATE, by_experts, check, stack_values
 from tests.refit.transport.conftest import cleanup  # noqa: F401
 from tests.refit.transport.links import CAPACITY, LONG, SHORT, TOKEN, control_pair, raises_link_error
 
@@ -330,3 +332,25 @@ def test_which_pieces_have_places():
 
 def fp8_stack(name: str) -> TensorPart:
     return TensorPart.of(name, FP8, (4, 128, 128))
+
+
+@pytest.mark.parametrize("format", ["fp8", "mxfp8", "nvfp4", "bfloat16"])
+def test_experts_are_written_into_larger_stacks(format):
+    stream, weights = Stream(by_experts(format, 2), by_experts(format, 1), bucket=60_000), stack_values()
+    (rank,) = stream.engine.ranks
+    rank.links = [replace(link, end=link.end.end) for link in rank.links]  # whose messages nothing changes
+    rank.held[GATE], rank.direct_names = lower_half_of_w13(rank.parts[GATE]), frozenset(rank.parts)
+    for version in range(2):
+        reports = stream.deliver(weights, version, direct=True)
+        check(stream, weights, format)
+        assert all(report.direct_nbytes == report.nbytes > 0 for report in reports)
+        weights = stack_values(seed=1)
+
+
+def lower_half_of_w13(part: TensorPart) -> Content:
+    experts, rows, columns = part.shape
+    shape = (experts, 2 * rows, columns)
+    w13 = empty(TensorPart(part.name, part.dtype, shape, tuple((0, n) for n in shape)))
+    scales = None if w13.scale_inv is None else w13.scale_inv[:, w13.scale_inv.size(1) // 2 :]
+    of_parts = None if w13.global_scale is None else torch.zeros(experts, 2)[:, 1]
+    return Content(w13.data[:, rows:], scales, of_parts)

@@ -99,7 +99,8 @@ class WeightStore:
             raise RefitError(f"refit {version} brings only what changes, and this engine has no version yet")
         self.verify_seconds = 0.0
         self.for_peers.begin_load(with_frozen)
-        tensors = self._direct_tensors() if self.version >= 0 else []
+        is_reached = any(link.end.reach is not None for link in links)
+        tensors = self._direct_tensors() if self.version >= 0 and is_reached else []
         places = self.offered.open([link.end for link in links], version, tensors, self._direct_contents)
         loading = VersionLoad(self, links, version, verify, with_frozen, places)
         if not self.direct_names.issuperset(loading.due_names):
