@@ -35,13 +35,15 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from rank_layouts import Shape, engine_parts, layouts, model_config, parameters, shrink, trainer_parts, weights
+from rank_layouts import EXPERTS, Shape, engine_parts, layouts, model_config, parameters, shrink, trainer_parts
 from rich.console import Console
 from rich.table import Table
 
 from nemo_fp8rl.common.machine import machine
 from nemo_fp8rl.generation.weights.weight_store import VersionLoad
 from nemo_fp8rl.hf.model_config import HfConfig
+from nemo_fp8rl.policy.weights.layout import Layout
+from nemo_fp8rl.policy.weights.refit_views import RefitViews
 from nemo_fp8rl.refit.expert_stacks import stack_weights
 from nemo_fp8rl.refit.manifest import Sources, TensorPart
 from nemo_fp8rl.refit.message import Content
@@ -182,12 +184,12 @@ def host_seconds(shape: Shape, rounds: int, profile: bool) -> dict[str, float]:
                 ends = in_process_link(capacities[source][sink], 600.0)
                 outgoing[source][0, sink] = Link(ends[0], route)
                 incoming[sink].append(IncomingLink(ends[1], route))
-    held = [parameters(layout, "cpu") if links else {} for layout, links in zip(ranks, outgoing, strict=True)]
+    views = [sent_views(layout, shape) for layout in ranks]
     sent, loaded = [], []
     for version in range(1, rounds + 2):
         with ThreadPoolExecutor(len(ranks) + len(stored)) as threads:
             sends = [
-                threads.submit(timed, send, senders[rank], ranks[rank], held[rank], outgoing[rank], version, shape)
+                threads.submit(timed, send, senders[rank], views[rank], outgoing[rank], version)
                 for rank in range(len(ranks))
                 if outgoing[rank]
             ]
@@ -195,7 +197,8 @@ def host_seconds(shape: Shape, rounds: int, profile: bool) -> dict[str, float]:
             sent.append(max(wait.result() for wait in sends))
             loaded.append(max(wait.result() for wait in loads))
     if profile:
-        profile_sender(hf, shape, senders[0], held[0], ranks[0], [route for route in routes[0] if route])
+        most_pieces = max(range(len(ranks)), key=lambda rank: sum(map(len, routes[rank])))
+        profile_sender(senders[most_pieces], views[most_pieces], [route for route in routes[most_pieces] if route])
     return {"host_sent": median(sent[1:]), "host_loaded": median(loaded[1:])}
 
 
@@ -208,15 +211,19 @@ def small_plan(shape: Shape, small: HfConfig, sources: Sources, stored: list[lis
     return Links(routes, [[max([*of_link, sum(of_link) // BUCKETS], default=0) for of_link in row] for row in sizes])
 
 
-def send(
-    sender: WeightSender,
-    layout: Any,
-    held: dict[str, torch.Tensor],
-    links: dict[tuple[int, int], Link],
-    version: int,
-    shape: Shape,
-) -> None:
-    sender.send(stack_weights(weights(layout, held, shape.only_experts), sender.stack_sizes), version, links)
+Views = Callable[[], list[tuple[str, Any]]]
+"""Returns a rank's weights by HF names, as at every refit."""
+
+
+def sent_views(layout: Layout, shape: Shape) -> Views:
+    views = RefitViews(layout, parameters(layout, "cpu"))
+    if not shape.only_experts:
+        return views.get
+    return lambda: [(name, part) for name, part in views.get() if EXPERTS in name]
+
+
+def send(sender: WeightSender, views: Views, links: dict[tuple[int, int], Link], version: int) -> None:
+    sender.send(stack_weights(views(), sender.stack_sizes), version, links)
 
 
 def timed(call: Callable[..., Any], *arguments: Any) -> float:
@@ -225,9 +232,7 @@ def timed(call: Callable[..., Any], *arguments: Any) -> float:
     return time.thread_time() - start
 
 
-def profile_sender(
-    hf: HfConfig, shape: Shape, sender: WeightSender, held: dict[str, torch.Tensor], layout: Any, routes: list[Any]
-) -> None:
+def profile_sender(sender: WeightSender, views: Views, routes: list[Any]) -> None:
     """Print the profile of one rank that sends to engines that only read."""
 
     def drain(end: Any) -> None:
@@ -240,8 +245,11 @@ def profile_sender(
     with ThreadPoolExecutor(len(ends)) as threads:
         for _, end in ends:
             threads.submit(drain, end)
-        profiler = cProfile.Profile()
-        profiler.runcall(send, sender, layout, held, links, 99, shape)
+        send(sender, views, links, 98)
+        for _, end in ends:
+            threads.submit(drain, end)
+        profiler = cProfile.Profile(time.thread_time)
+        profiler.runcall(send, sender, views, links, 99)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 

@@ -228,7 +228,19 @@ def test_the_parts_of_a_refit_are_the_bytes_of_one_rank(two, model, sizes, layou
     assert are_equal(got, expected)
     nbytes = sum(tensor.nbytes for tensor in expected.values())
     assert sum(report.nbytes for report in reports) == nbytes
-    assert max(report.nbytes for report in reports) < 0.8 * nbytes  # no rank sends all
+    assert max(report.nbytes for report in reports) < 0.9 * nbytes  # no rank sends all; small pieces count as well
+
+
+def matrices(piece: ReceivedPiece) -> Iterator[tuple[TensorPart, Content]]:
+    """Yield each matrix of a piece of a stack of experts by its HF name; any other piece as it is."""
+    part, content = piece.part, piece.content
+    if not part.is_stack:
+        yield part, content
+        return
+    for i, expert in enumerate(range(*part.region[0])):
+        name = expert_name(part.name, expert)
+        scales = None if content.scale_inv is None else content.scale_inv[i]
+        yield replace(part.matrix, name=name), Content(content.data[i], scales)
 
 
 def matrices(piece: ReceivedPiece) -> Iterator[tuple[TensorPart, Content]]:

@@ -31,7 +31,8 @@ class RankWeights:
 
     def __init__(self, layout: Layout, model: torch.nn.Module, optimizer: Any, dtype: torch.dtype) -> None:
         self.layout, self.model, self.optimizer, self.dtype = layout, model, optimizer, dtype
-        self.parameters, self.refit_views = dict(model.named_parameters()), RefitViews(layout, model)
+        self.parameters = dict(model.named_parameters())
+        self.refit_views = RefitViews(layout, self.parameters, dict(model.named_modules()))
 
     def storage_tensors(self) -> list[Tensor]:
         """Return the plain tensors of all parameters, with FP8 columns; they can be copied and written in place."""

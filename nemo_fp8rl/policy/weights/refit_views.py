@@ -8,6 +8,7 @@ again.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,11 +27,15 @@ class RefitViews:
 
     They are made anew where a parameter has other memory than before (`parameter.data = ...`). Where one of them is a
     copy, as a bias of several key-value groups, all are made at every refit.
+
+    parameters, modules: of the model, by name
     """
 
-    def __init__(self, layout: Layout, model: nn.Module) -> None:
-        self.layout, self.parameters = layout, dict(model.named_parameters())
-        self.layers = {f"{name}.weight": layer for name, layer in model.named_modules() if hasattr(layer, "base")}
+    def __init__(
+        self, layout: Layout, parameters: Mapping[str, Tensor], modules: Mapping[str, nn.Module] = MappingProxyType({})
+    ) -> None:
+        self.layout, self.parameters = layout, parameters
+        self.layers = {f"{name}.weight": layer for name, layer in modules.items() if hasattr(layer, "base")}
         """By the names of their weights, the layers whose weight may exist only in a quantized format."""
         self._plain: list[tuple[Tensor, Tensor]] = []
         self._fp8: list[tuple[Any, BlockScaled]] = []

@@ -91,10 +91,8 @@ def _cut(weight: Weight, part: TensorPart, region: Region) -> Values:
         return cut_matrix(weight, part, region)
     of_part, of_region = part.matrix, region[1:]
     cuts = [cut_matrix(matrix, of_part, of_region) for matrix in weight]
-    tensors = [cut for cut in cuts if isinstance(cut, Tensor)]
     quantized = [cut for cut in cuts if isinstance(cut, BlockScaled)]
-    assert not (tensors and quantized), f"{part.name}: some of its experts are quantized"
-    return Matrices(tensors) if tensors else QuantizedMatrices.of(quantized)
+    return QuantizedMatrices.of(quantized) if quantized else Matrices([cut for cut in cuts if isinstance(cut, Tensor)])
 
 
 def _tensors_of(weight: Weight | Values) -> list[Tensor]:

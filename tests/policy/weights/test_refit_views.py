@@ -70,7 +70,7 @@ LAYOUTS = [
 @torch.no_grad()
 def test_values_that_change_and_memory_that_changes_are_seen(layout):
     model, parts = make(layout.hf, layout)
-    views = RefitViews(layout, model)
+    views = RefitViews(layout, dict(model.named_parameters()))
     assert_has(views, parts)
     for parameter in model.parameters():
         parameter.mul_(2)
@@ -92,7 +92,7 @@ def test_values_that_change_and_memory_that_changes_are_seen(layout):
 def test_views_are_made_once_and_copies_every_time():
     for layout, is_kept in zip(LAYOUTS, (False, True, True, True), strict=True):  # the first has biases of two groups
         model, _ = make(layout.hf, layout)
-        views = RefitViews(layout, model)
+        views = RefitViews(layout, dict(model.named_parameters()))
         assert (views.get() is views.get()) == is_kept
         before = views.get()
         next(model.parameters()).data = torch.zeros_like(next(model.parameters()))
@@ -111,7 +111,7 @@ def test_scales_are_those_of_each_part(layout, format):
     for name, values in model.named_parameters():
         base = quantize_blockwise(values.detach(), format=format, encode=encode) if ".linear_" in name else None
         quantized.set(name, values.detach() if base is None else torch.empty(0), base)
-    views = RefitViews(layout, quantized)
+    views = RefitViews(layout, dict(quantized.named_parameters()), dict(quantized.named_modules()))
     seen = {name: part for name, part in views.get() if isinstance(part, BlockScaled)}
     assert len(seen) == 4 + 3 * len(layout.experts)
     for name, part in seen.items():
