@@ -1,6 +1,6 @@
 """Engines join, leave and are killed under load: is an answer lost, is one of mixed weights, does the speed recover?
 
-    python benchmarks/elastic.py [--events 20] [--most 3] [--seed 0] [--dry-run] [--json FILE]
+    python benchmarks/elastic.py [--events 20] [--most 4] [--seed 0] [--dry-run] [--json FILE]
 
 A trainer of one rank and vLLM engines, all Ray actors. Threads ask greedy prompts all the time; the trainer takes a
 step and refits the engines after every event. Events are random: one more engine is wanted, one less, or SIGKILL for
@@ -44,13 +44,13 @@ from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
-FIRST = 2
+FIRST = 3
 """Engines at the start, and at the end."""
 CALLERS = 4
 TEXTS = [f"{a}+{b}=" for a in range(10, 90, 20) for b in (3, 57)]
 IS_ALIKE = not torch.cpu._is_amx_tile_supported()
 """True where a prompt's log-probs have the same bits beside any other prompts (docs/alignment.md)."""
-SETTLED_SECONDS = 100.0
+SETTLED_SECONDS = 30.0
 """After so long the next event comes in any case."""
 PATIENCE = 600.0
 """Seconds until what should happen must have happened."""
@@ -269,7 +269,7 @@ def measure(folder: Path, arguments: argparse.Namespace, say: Any) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=20)
-    parser.add_argument("--most", type=int, default=3)
+    parser.add_argument("--most", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement before and after")
     parser.add_argument("--seed", type=int, default=0)
