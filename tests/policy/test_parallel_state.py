@@ -243,18 +243,6 @@ def matrices(piece: ReceivedPiece) -> Iterator[tuple[TensorPart, Content]]:
         yield replace(part.matrix, name=name), Content(content.data[i], scales)
 
 
-def matrices(piece: ReceivedPiece) -> Iterator[tuple[TensorPart, Content]]:
-    """Yield each matrix of a piece of a stack of experts by its HF name; any other piece as it is."""
-    part, content = piece.part, piece.content
-    if not part.is_stack:
-        yield part, content
-        return
-    for i, expert in enumerate(range(*part.region[0])):
-        name = expert_name(part.name, expert)
-        scales = None if content.scale_inv is None else content.scale_inv[i]
-        yield replace(part.matrix, name=name), Content(content.data[i], scales)
-
-
 def digests() -> dict[tuple[str, Region], str]:
     """Return the digest of each part that the rank of this process may send."""
     layout, shapes = ranks.worker.layout, expected_tensors(ranks.worker.hf)
