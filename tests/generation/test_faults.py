@@ -499,30 +499,6 @@ def test_of_two_engines_under_ray_one_is_killed(tiny_overrides):
     assert seen == expected | {"started": seen["started"]}
 
 
-def feed_one_of_two(overrides: list[str]) -> dict[str, object]:
-    """Two engines under Ray: one is killed while the trainer takes a step, and then gets its versions from the other,
-    on a machine that is faked: the engines say that they are on another one than the trainer.
-    """
-    run = Run((*overrides, "cluster.backend=ray", "cluster.generation_engines=2", ASYNC, WAVES))
-    expected = run.answers()
-    run.policy.steps_taken += 1
-    seen: dict[str, object] = {"equal": run.answers(process_of(run.generation.engines.actors[1]).kill) == expected}
-    seen["versions"] = [run.generation.engines.ask(engine, "generating_version", 20.0) for engine in range(2)]
-    run.generation.domains = lambda engines: {engine: ["another"] for engine in engines}
-    run.bridge.links.domains = run.generation.domains(range(2))
-    reports = [run.bridge.refit() for _ in range(2)]
-    seen["refits"] = [[report.between_machines, report.retries] for report in reports]
-    seen["equal after"] = run.answers() == expected
-    run.close()
-    return seen
-
-
-@pytest.mark.long
-def test_of_two_engines_under_ray_one_gets_its_versions_from_the_other(tiny_overrides):
-    seen = under_ray("feed_one_of_two", tiny_overrides)
-    assert seen == {"equal": True, "versions": [0, 0], "refits": [[0.5, 0]] * 2, "equal after": True}
-
-
 def kill_one_in_turns(overrides: list[str]) -> dict[str, object]:
     return lose_one_in_turns(overrides, lambda actor: process_of(actor).kill)
 
