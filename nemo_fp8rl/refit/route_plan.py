@@ -11,7 +11,7 @@ from nemo_fp8rl.refit.transport.link import BUFFERS
 
 ALIGNMENT = 64
 """Bytes; each entry in a bucket begins at a multiple of this."""
-PIECE_BYTES = 1 << 24
+PIECE_BYTES = 1 << 25
 """The largest piece, in bytes: the unit that is quantized, sent and verified."""
 BUCKETS = 16
 """The least number of buckets per version, where pieces are small enough: both sides work at once, in their caches."""

@@ -31,7 +31,7 @@ from nemo_fp8rl.refit.reports import LoadReport
 from nemo_fp8rl.refit.transport.shared_memory import domain
 from nemo_fp8rl.workers import WorkerDied
 from tests.generation.pair import GREEDY
-from tests.refit.memory_engine import MemoryEngine, MemoryTrainer, as_whole, bf16, fp8, random_weights, split
+from tests.refit.memory_engine import HOST, MemoryEngine, MemoryTrainer, as_whole, bf16, fp8, random_weights, split
 
 PARTS = [fp8("up", 128, 256), fp8("down", 256, 128), bf16("norm", 64)]
 LAYOUT = split(PARTS, 2, 1, replicate=True)
@@ -48,10 +48,15 @@ def digest_of(wholes: Mapping[str, Content]) -> int:
 
 
 class FakeEngine(MemoryEngine):
-    """Answers a prompt by the prompt and the digest of its memory, after a moment."""
+    """Answers a prompt by the prompt and the digest of its memory, after a moment.
+
+    repacked: names of the tensors that it keeps in a form of its own, and so cannot give to another engine
+    """
+
+    repacked = frozenset[str]()
 
     def __init__(self) -> None:
-        super().__init__(LAYOUT, frozenset())
+        super().__init__(LAYOUT, self.repacked)
         self.readers, self.is_set_up = AnswerReaders(), False
 
     def kill(self) -> None:
@@ -97,6 +102,23 @@ class FakeEngine(MemoryEngine):
         for number, rank in enumerate(self.ranks):
             columns = [row[number] for row in addresses], [row[number] for row in links.routes]
             rank.links = [IncomingLink(end, route) for end, route in zip(*columns, strict=True) if end is not None]
+
+    def offer(self, engine: int, links: Any, transport: Any, token: str, timeout: float) -> Any:
+        ranks = zip(self.ranks, *links, strict=True)
+        return [rank.for_peers.offer(engine, *of_rank, transport, HOST, token, timeout) for rank, *of_rank in ranks]
+
+    def withdraw(self, engine: int) -> None:
+        for rank in self.ranks:
+            rank.for_peers.withdraw(engine)
+
+    def start_push(self, version: int, engines: Collection[int], how: Mapping[str, bool]) -> None:
+        if self.loaded_version != version:
+            raise RefitError(f"this engine has version {self.loaded_version}")
+        for rank in self.ranks:
+            rank.for_peers.start_push(rank.contents(), version, engines, **how)
+
+    def finish_push(self) -> Any:
+        return [rank.for_peers.finish_push() for rank in self.ranks]
 
     def set_up(self, *_: Any) -> None:
         self.is_set_up = True
@@ -360,7 +382,21 @@ def test_an_engine_that_joins_gets_the_committed_version_and_prompts(make):
     assert wanted[0].startswith(joined) and wanted[0].endswith("with version 0")
 
 
-def test_an_engine_that_joins_after_the_weights_moved_waits_for_the_next_refit_without_prompts(make):
+def test_an_engine_that_joins_after_the_weights_moved_gets_the_committed_version_from_another_one(make):
+    run = make()
+    run.step()
+    run.engines.want(3)
+    run.until(lambda: serves(run, {0, 1, 2}))
+    assert run.processes.engines[2].policy_version == run.bridge.version == 0
+    run.ask(9)
+    run.refit()
+    run.ask(9)
+    run.assert_all_sound()
+    assert {c.policy_version for (c,) in run.answers.values()} == {0, 1}
+
+
+def test_an_engine_to_which_nobody_can_give_the_version_waits_for_the_next_refit_without_prompts(make, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "repacked", frozenset({PARTS[0].name}))
     run = make()
     run.step()
     run.engines.want(3)

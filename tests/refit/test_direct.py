@@ -79,7 +79,7 @@ def test_engines_on_a_way_of_their_own_get_the_same_bytes(start, transport):
         run.engines.wrap = lambda engine, rank, end, number=through_buckets: (
             Tampered(end, lambda at, message: [message]) if engine == number else end
         )
-        run.bridge._disconnect(through_buckets)
+        run.bridge.links.disconnect(through_buckets)
         run.step()
         assert run.bridge.refit().direct == pytest.approx(2 / 3)
         assert run.holds()
@@ -160,7 +160,7 @@ def test_a_trainer_that_lost_its_link_writes_into_memory_that_nothing_reads(star
     end, route = rank.link_ends[0, 0].result(), rank.routes[0, 0]
     places = [place for piece in route if (place := end._places.find(piece)) is not None]
     assert places
-    run.bridge._disconnect(0)
+    run.bridge.links.disconnect(0)
     run.step()
     assert run.bridge.refit().direct == 1.0
     for place in places:

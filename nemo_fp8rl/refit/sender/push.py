@@ -175,19 +175,27 @@ class Push:
         payload = self.writers[i].reserve(part.nbytes)
         return Target(i, Content.of(part, payload), payload)
 
+    def _copy_to(self, i: LinkId, part: TensorPart, target: Target) -> bool:
+        """Copy a whole piece for another link; return True if it is in its place there."""
+        if (place := self.writers[i].find_place(part)) is not None:
+            place.copy_(target.content)
+            return True
+        payload = self.writers[i].reserve(part.nbytes)
+        if target.payload is not None:
+            payload.copy_(target.payload)
+        else:
+            Content.of(part, payload).copy_(target.content)
+        return False
+
     def add_whole(self, piece: Piece, target: Target, digest: PendingDigest) -> None:
         """Make an entry of the memory that `target` returned, and copy it for the other links that need the piece."""
         for i in self._working(piece.targets):
             with self._guard(i), self.report.time_stage("send"):
-                if i == target.link:
-                    copy = target
-                else:
-                    copy = self._target(i, piece.part)
-                    copy.copy_(target)
-                encoding: Encoding = "direct" if copy.payload is None else "full"
-                nbytes = 0 if copy.payload is None else piece.part.nbytes
+                is_direct = target.payload is None if i == target.link else self._copy_to(i, piece.part, target)
+                encoding: Encoding = "direct" if is_direct else "full"
+                nbytes = 0 if is_direct else piece.part.nbytes
                 self.writers[i].add(Entry(piece.targets[i], encoding, nbytes, ""), digest, piece.part)
-                self.report.count(piece.part, piece.part.nbytes, is_direct=encoding == "direct")
+                self.report.count(piece.part, piece.part.nbytes, is_direct=is_direct)
 
     def add(self, piece: Piece, payload: Tensor, encoding: Encoding, digest: PendingDigest) -> None:
         """Make an entry of the memory that `reserve` returned, and copy it to the other links that need the piece."""
