@@ -64,12 +64,14 @@ class OfferedPlaces:
     def withdraw(self) -> None:
         """Offer nothing from now on: the rank frees or moves its weights between refits.
 
-        Tensors in a shared file get memory of their own, without their values, and the file's pages are given back.
+        On a host, tensors whose memory cannot be freed get other memory, without their values: those in a shared file,
+        whose pages are given back, and those that a kernel of this process wrote through numpy's view.
         """
         self.is_withdrawn, self._offer = True, None
-        if self._file is not None:
-            for tensor in self._tensors:
+        for tensor in self._tensors:
+            if not tensor.is_cuda and not tensor.untyped_storage().resizable():
                 tensor.data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        if self._file is not None:
             self._file.free(0, sum(map(_page_bytes, self._tensors)))
             self._file = None
 

@@ -87,7 +87,7 @@ def test_scales_follow_the_weights(pair):
                 parameter.div_(8.0)
 
 
-def test_an_update_without_its_scales_is_refused_and_nothing_is_generated(pair):
+def test_an_update_without_its_scales_is_refused_and_the_last_version_stays(pair):
     pair.refit()
     expected = outputs(pair.generate(GREEDY))
     pair.refit_without("model.layers.1.self_attn.v_scale")
