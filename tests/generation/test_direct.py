@@ -28,6 +28,10 @@ def shared_files(process: int | str = "self") -> list[str]:
     return [line for line in lines if "/memfd:nemo_fp8rl" in line]
 
 
+def inodes(process: int | str = "self") -> set[str]:
+    return {line.split()[4] for line in shared_files(process)}
+
+
 def test_after_refits_in_place_it_is_a_fresh_engine(pair, tmp_path):
     assert pair.bridge.description == "full through mapped memory, direct, verify digest"
     pair.is_fresh_after_refits(tmp_path)
@@ -48,17 +52,18 @@ def test_what_was_written_is_what_is_sent_again(pair):
 def test_an_engine_that_was_killed_is_started_in_new_memory(pair):
     for _ in range(2):
         pair.refit()
-    expected, mapped = outputs(pair.generate(GREEDY), same_batches=False), shared_files()
-    assert mapped
+    expected = outputs(pair.generate(GREEDY), same_batches=False)
     engine = next(p for p in psutil.Process().children(recursive=True) if shared_files(p.pid))
+    mapped, of_engine = inodes(), inodes(engine.pid)
+    assert of_engine and of_engine <= mapped
     engine.kill()
     report = pair.refit()
     assert report.retries == 1
     pair.engine = pair.generation.engines.worker
     pair.refit()
     assert pair.refit().direct > 0.5
-    assert len(shared_files()) == len(mapped)
-    assert {line.split()[4] for line in shared_files()}.isdisjoint(line.split()[4] for line in mapped)  # inodes
+    assert len(inodes()) == len(mapped)
+    assert inodes().isdisjoint(of_engine)
     assert outputs(pair.generate(GREEDY), same_batches=False) == expected
 
 

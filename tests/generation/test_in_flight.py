@@ -155,13 +155,14 @@ def test_every_token_is_of_the_version_that_it_names(recomputing):
     assert wrong > 0.9 * switches
 
 
-add = Push.add
+add_whole = Push.add_whole
 
 
-def add_damaged(self, piece, payload, *others) -> None:
+def add_damaged(self, piece, target, digest) -> None:
     """Send a piece with other bytes than those of its digest."""
-    payload.view(-1).view(torch.uint8)[0] ^= 1
-    add(self, piece, payload, *others)
+    data = target.content.data.view(torch.uint8)
+    data[(0,) * data.dim()] ^= 1
+    add_whole(self, piece, target, digest)
 
 
 def test_a_version_that_fails_its_check_gives_no_token_and_answers_go_on_from_the_next(recomputing, monkeypatch):
@@ -169,7 +170,7 @@ def test_a_version_that_fails_its_check_gives_no_token_and_answers_go_on_from_th
     thread, before = flight.begin(), flight.bridge.version
     flight.move()
     with monkeypatch.context() as patch:
-        patch.setattr(Push, "add", add_damaged)
+        patch.setattr(Push, "add_whole", add_damaged)
         with pytest.raises(RefitError, match=r"failed twice"):
             flight.bridge.refit()
     assert flight.engine_now.policy_version == -1
