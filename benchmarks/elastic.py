@@ -42,6 +42,7 @@ from nemo_fp8rl.generation.elastic_engines import ElasticEngines, write_wanted
 from nemo_fp8rl.generation.engine_pool import EnginePool
 from nemo_fp8rl.generation.interface import Sampling
 from nemo_fp8rl.policy.rank_group import MegatronPolicy
+from nemo_fp8rl.refit.reports import RefitReport
 
 RECIPE = Path(__file__).parent.parent / "conf" / "tiny_cpu.yaml"
 FIRST = 3
@@ -163,104 +164,130 @@ def recipe(folder: Path, most: int) -> Config:
     )
 
 
+class Scenario:
+    """A trainer, its engines under load, and the random events.
+
+    counts: events by kind
+    gaps:   of each version, the largest difference between its answers' log-probs and the trainer's
+    waits:  seconds until all wanted engines served again, where that was waited for
+    """
+
+    def __init__(
+        self, cfg: Config, policy: MegatronPolicy, generation: EnginePool, engines: ElasticEngines, tokens: int
+    ) -> None:
+        self.cfg, self.policy, self.generation, self.engines = cfg, policy, generation, engines
+        self.bridge, self.run = engines.bridge, Path(cfg.logger.log_dir)
+        tokenizer = PromptTokenizer(cfg.policy)
+        self.prompts = [Prompt(i, text, "", tuple(tokenizer.tokenizer(text).input_ids)) for i, text in enumerate(TEXTS)]
+        sampling = Sampling(num_generations=1, max_new_tokens=tokens, temperature=0.0, stop_token_ids=())
+        self.load = Load(generation, self.prompts, sampling)
+        self.counts = dict.fromkeys(("join", "leave", "kill"), 0)
+        self.committed, self.reports = {self.bridge.version}, list[RefitReport]()
+        self.gaps, self.waits = list[float](), list[float]()
+
+    def train(self) -> None:
+        """Compare the version's answers with the trainer, take a step and refit."""
+        answers = self.load.of_version(self.bridge.version)
+        batch = collate(self.prompts, answers, 0)
+        gap = (self.policy.logprobs(batch) - batch.generation_logprobs)[batch.token_mask > 0].abs().max()
+        self.gaps.append(float(gap))
+        self.policy.train_step(batch, NllLoss())
+        self.reports.append(self.bridge.refit())
+        self.committed.add(self.bridge.version)
+
+    def act(self, choose: random.Random, most: int) -> str:
+        """Have a random event happen, and return its kind."""
+        wanted = self.engines.wanted
+        possible = {"kill": wanted > 1, "join": wanted < most, "leave": wanted > 1}
+        event = choose.choice([event for event, is_possible in possible.items() if is_possible])
+        self.counts[event] += 1
+        if event == "kill":
+            self.load.until(lambda: len(self.generation.serving_engines()) > 1)
+            kill_process(self.generation, choose.choice(sorted(self.generation.serving_engines())))
+        else:
+            self.want(wanted + (1 if event == "join" else -1))
+        return event
+
+    def want(self, count: int) -> None:
+        write_wanted(self.run, self.cfg.cluster, count)
+        self.engines.follow(self.run)
+
+    def is_settled(self) -> bool:
+        at_work = self.engines.joining or self.engines.ending
+        return not at_work and len(self.generation.serving_engines()) == self.engines.wanted
+
+    def pass_events(self, arguments: argparse.Namespace, say: Any) -> None:
+        """Have all events happen, with a step and a refit after each, until the first number of engines serves."""
+        choose, began = random.Random(arguments.seed), time.monotonic()
+        for number in range(arguments.events):
+            at = time.monotonic()
+            event = self.act(choose, arguments.most)
+            if choose.random() < 0.3:  # or the next event comes while an engine starts
+                self.load.until(self.is_settled, SETTLED_SECONDS)
+                self.waits.append(time.monotonic() - at)
+            else:
+                self.load.until(lambda: False, 1 + 2 * choose.random())
+            self.train()
+            now, serve = time.monotonic() - began, len(self.generation.serving_engines())
+            say(f"{now:5.0f} s  event {number + 1}: {event}, {serve} of {self.engines.wanted} engines serve")
+            for note in self.engines.follow(self.run):
+                say(f"         {note}")
+        if self.engines.wanted != FIRST:
+            self.want(FIRST)
+        if not self.load.until(self.is_settled):
+            raise RuntimeError("engines did not come back")
+
+    def wait(self, seconds: float) -> tuple[float, float]:
+        """Wait; return the times of the begin and the end."""
+        begin = time.monotonic()
+        self.load.until(lambda: time.monotonic() - begin > seconds)
+        return begin, time.monotonic()
+
+    def figures(self, spans: dict[str, tuple[float, float]]) -> dict[str, Any]:
+        """Return all figures. spans: (begin, end) of the times before, during and after the events"""
+        load, engines, reports = self.load, self.engines, self.reports
+        return {
+            "events": self.counts,
+            "joined": engines.joined,
+            "left": engines.left,
+            "lost_engines": engines.lost,
+            "refits": len(reports),
+            "refit_retries": sum(report.retries for report in reports),
+            "longest_refit_seconds": max(report.seconds for report in reports),
+            "prompts_asked": load.asked,
+            "prompts_answered": load.answered,
+            "prompts_asked_again": self.generation.prompts_retried,
+            "lost": load.asked - load.answered,
+            "mixed": load.mixed,
+            "of_unknown_version": sum(n for version, n in load.by_version.items() if version not in self.committed),
+            "largest_gap_to_the_trainer": max(self.gaps),
+            "bits_compared": IS_ALIKE,
+            "answers_by_version": {str(version): n for version, n in sorted(load.by_version.items())},
+            "seconds_of_events": spans["during"][1] - spans["during"][0],
+            "seconds_until_settled": self.waits,
+            "tokens_per_second": {name: load.speed(*span) for name, span in spans.items()},
+            "longest_pause_seconds": {name: load.longest_pause(*span) for name, span in spans.items()},
+        }
+
+
 def measure(folder: Path, arguments: argparse.Namespace, say: Any) -> dict[str, Any]:
     """Return what happened: events, answers by version, lost and mixed ones, and speeds."""
-    cfg, choose = recipe(folder, arguments.most), random.Random(arguments.seed)
-    run = Path(cfg.logger.log_dir)
-    run.mkdir()
-    tokenizer = PromptTokenizer(cfg.policy)
-    prompts = [Prompt(i, text, "", tuple(tokenizer.tokenizer(text).input_ids)) for i, text in enumerate(TEXTS)]
-    sampling = Sampling(num_generations=1, max_new_tokens=arguments.tokens, temperature=0.0, stop_token_ids=())
+    cfg = recipe(folder, arguments.most)
+    Path(cfg.logger.log_dir).mkdir()
     policy, generation = MegatronPolicy(cfg), EnginePool(cfg)
-    counts, gaps, waits = dict.fromkeys(("join", "leave", "kill"), 0), list[float](), list[float]()
     try:
         bridge = build_bridge(cfg, policy, generation)
         bridge.refit()
-        committed, reports = {bridge.version}, []
         with ElasticEngines(generation, bridge) as engines:
-            asking = Load(generation, prompts, sampling)
-
-            def is_settled() -> bool:
-                at_work = engines.joining or engines.ending
-                return not at_work and len(generation.serving_engines()) == engines.wanted
-
-            def train() -> None:
-                """Compare the version's answers with the trainer, take a step and refit."""
-                answers = asking.of_version(bridge.version)
-                batch = collate(prompts, answers, 0)
-                gap = (policy.logprobs(batch) - batch.generation_logprobs)[batch.token_mask > 0].abs().max()
-                gaps.append(float(gap))
-                policy.train_step(batch, NllLoss())
-                reports.append(bridge.refit())
-                committed.add(bridge.version)
-
-            train()
-            start = time.monotonic()
-            asking.until(lambda: time.monotonic() - start > arguments.seconds)
-            began = time.monotonic()
-            for number in range(arguments.events):
-                wanted = engines.wanted
-                possible = {"kill": wanted > 1, "join": wanted < arguments.most, "leave": wanted > 1}
-                event = choose.choice([event for event, is_possible in possible.items() if is_possible])
-                counts[event] += 1
-                at = time.monotonic()
-                if event == "kill":
-                    asking.until(lambda: len(generation.serving_engines()) > 1)
-                    kill_process(generation, choose.choice(sorted(generation.serving_engines())))
-                else:
-                    write_wanted(run, cfg.cluster, wanted + (1 if event == "join" else -1))
-                    engines.follow(run)
-                if choose.random() < 0.3:  # or the next event comes while an engine starts
-                    asking.until(is_settled, SETTLED_SECONDS)
-                    waits.append(time.monotonic() - at)
-                else:
-                    asking.until(lambda: False, 1 + 2 * choose.random())
-                train()
-                now, serve = time.monotonic() - began, len(generation.serving_engines())
-                say(f"{now:5.0f} s  event {number + 1}: {event}, {serve} of {engines.wanted} engines serve")
-                for note in engines.follow(run):
-                    say(f"         {note}")
-            if engines.wanted != FIRST:
-                write_wanted(run, cfg.cluster, FIRST)
-                engines.follow(run)
-            if not asking.until(is_settled):
-                raise RuntimeError("engines did not come back")
-            ended = time.monotonic()
-            train()
-            after = time.monotonic()
-            asking.until(lambda: time.monotonic() - after > arguments.seconds)
-            stop = time.monotonic()
-            asking.finish()
-            return {
-                "events": counts,
-                "joined": engines.joined,
-                "left": engines.left,
-                "lost_engines": engines.lost,
-                "refits": len(reports),
-                "refit_retries": sum(report.retries for report in reports),
-                "longest_refit_seconds": max(report.seconds for report in reports),
-                "prompts_asked": asking.asked,
-                "prompts_answered": asking.answered,
-                "prompts_asked_again": generation.prompts_retried,
-                "lost": asking.asked - asking.answered,
-                "mixed": asking.mixed,
-                "of_unknown_version": sum(n for version, n in asking.by_version.items() if version not in committed),
-                "largest_gap_to_the_trainer": max(gaps),
-                "bits_compared": IS_ALIKE,
-                "answers_by_version": {str(version): n for version, n in sorted(asking.by_version.items())},
-                "seconds_of_events": ended - began,
-                "seconds_until_settled": waits,
-                "tokens_per_second": {
-                    "before": asking.speed(start, began),
-                    "during": asking.speed(began, ended),
-                    "after": asking.speed(after, stop),
-                },
-                "longest_pause_seconds": {
-                    "before": asking.longest_pause(start, began),
-                    "during": asking.longest_pause(began, ended),
-                    "after": asking.longest_pause(after, stop),
-                },
-            }
+            scenario = Scenario(cfg, policy, generation, engines, arguments.tokens)
+            scenario.train()
+            spans = {"before": scenario.wait(arguments.seconds)}
+            scenario.pass_events(arguments, say)
+            spans["during"] = spans["before"][1], time.monotonic()
+            scenario.train()
+            spans["after"] = scenario.wait(arguments.seconds)
+            scenario.load.finish()
+            return scenario.figures(spans)
     finally:
         generation.shutdown()
         policy.shutdown()

@@ -28,7 +28,7 @@ class RateLimited:
         self.release, self.close, self.reach = end.release, end.close, None
 
     def open_places(self, version: int, offer: Offer | None) -> None:
-        """What is written into places does not go over the link."""
+        """Pieces that are written into places do not go over the link."""
         self.end.open_places(version, None)
 
     def receive(self) -> tuple[bytes, Tensor]:

@@ -1,4 +1,4 @@
-"""What a refit costs on GPUs, whole, as a delta and the classic way, and where its time goes.
+"""The cost of a refit on GPUs, whole, as a delta and the classic way, and where its time goes.
 
     python benchmarks/gpu/refit.py [--seconds 300] [--rounds 5] [--layers 8] [--json FILE] [--dry-run]
 

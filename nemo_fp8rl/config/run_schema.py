@@ -127,10 +127,10 @@ class ClusterConfig(Block):
     generation_engines: Annotated[int, ABOVE_0] = 1
     """vLLM engines that share the prompts (Ray); with the next two keys, those at the start of a run."""
     max_generation_engines: Annotated[int | None, ABOVE_0] = None
-    """Most engines to which a run may grow (`nemo-fp8rl engines`); null: as at the start."""
+    """Most engines to which a run may grow (`nemo-fp8rl engines`); null is generation_engines."""
     min_generation_engines: Annotated[int | None, ABOVE_0] = None
-    """Least engines with which a run goes on while others are away; null: as at the start. With more engines than that,
-    a dead one is replaced in the background."""
+    """Fewest engines with which a run goes on while others are away; null is generation_engines. With
+    more engines than that, a dead one is replaced in the background."""
     engine_timeout_seconds: Annotated[float, Range(above=0, below=1e6)] = 1800.0  # poll(2): milliseconds in 32 bits
     """Time after which a silent engine counts as dead. It is for one task or prompt; a prompt has 0.1 s more for
     each token of max_new_tokens. It also holds for training ranks in a refit, and under Ray for the start of a worker's

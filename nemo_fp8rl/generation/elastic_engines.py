@@ -58,7 +58,7 @@ class ElasticEngines:
 
     def __enter__(self) -> "ElasticEngines":
         if self.cluster.least_engines < self.cluster.most_engines:
-            self.pool.report_loss = self._note_loss
+            self.pool.report_losses_to(self._note_loss)
             self._thread.start()
         return self
 

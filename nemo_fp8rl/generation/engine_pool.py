@@ -27,6 +27,8 @@ from nemo_fp8rl.refit.transport.link import RECEIVER_SHARE, SENDER_SHARE
 from nemo_fp8rl.workers import WorkerDied, Workers, shutdown_on_error, start_workers
 
 NOT_FENCED = -1
+ReportLoss = Callable[[int, Exception, bool], None]
+"""(engine, death, whether another one is to be started in its place)"""
 BLOCK_COUNT_SECONDS = 5.0
 """Timeout of an engine that is asked for the blocks of its cache; the metrics then leave it out."""
 
@@ -54,7 +56,7 @@ class EnginePool(EngineClient):
         self.replacing = Lock()
         self.recover: Recover = self._recover_without_weights
         self.remote_retries = dict[tuple[int, int], int]()  # prompts, by engine and life
-        self.report_loss: Callable[[int, Exception, bool], None] = lambda engine, death, returns: None
+        self._report_loss: ReportLoss = lambda engine, death, returns: None
         vllm_cfg, count = cfg.policy.generation.vllm_cfg, cfg.cluster.generation_engines
         self.present, self.leaving = set(range(count)), set[int]()
         engines = start_workers(
@@ -231,6 +233,10 @@ class EnginePool(EngineClient):
 
     # engines that join and leave
 
+    def report_losses_to(self, report: ReportLoss) -> None:
+        """Call `report` for every engine that died and leaves its place empty."""
+        self._report_loss = report
+
     def start(self, engine: int) -> None:
         """Start an engine in an empty place. It has neither weights nor prompts, and takes part in no refit."""
         self.engines.restart(engine)
@@ -279,7 +285,7 @@ class EnginePool(EngineClient):
         with self.counting:
             self._empty(engine)
         if not was_leaving:
-            self.report_loss(engine, death, returns)
+            self._report_loss(engine, death, returns)
 
     def _empty(self, engine: int) -> None:
         self.present.discard(engine)

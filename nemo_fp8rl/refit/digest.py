@@ -15,12 +15,13 @@ torch is the specification, and serves other devices.
 """
 
 import ctypes
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import xxhash
 from torch import Tensor
+
+from nemo_fp8rl.fp8.kernels import load_triton
 
 _signature = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_view = _signature(("PyMemoryView_FromMemory", ctypes.pythonapi))
@@ -72,20 +73,11 @@ def sum_contents(contents: Sequence[tuple[Tensor, ...]]) -> Tensor:
 
     contents: at least one; all tensors on one device, unchanged until the work that is queued now is done
     """
-    kernel = gpu_kernel() if contents[0][0].is_cuda else None
-    if kernel is None:
+    kernels = load_triton("triton_digest") if contents[0][0].is_cuda else None
+    if kernels is None:
         return torch.stack([sum_words(*tensors) for tensors in contents])
-    return kernel(contents, (K, A, B))
-
-
-@functools.cache
-def gpu_kernel() -> Callable[[Sequence[Sequence[Tensor]], tuple[int, int, int]], Tensor] | None:
-    """Return the kernel for GPUs; None without Triton."""
-    try:
-        from nemo_fp8rl.fp8.kernels import triton_digest
-    except ImportError:
-        return None
-    return triton_digest.sum_contents
+    sums: Tensor = kernels.sum_contents(contents, (K, A, B))
+    return sums
 
 
 def format_word_sum(total: int) -> str:

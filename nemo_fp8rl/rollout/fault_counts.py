@@ -1,4 +1,4 @@
-"""What the loop tells its user about engines that died."""
+"""Messages of the loop about engines that died."""
 
 from collections.abc import Callable
 

@@ -489,7 +489,7 @@ def test_an_engine_that_dies_leaves_its_prompts_to_the_others_and_returns(make):
 
 def test_nothing_is_asked_of_the_engine_that_starts_in_a_dead_ones_place(make):
     run = make(elastic=False)
-    run.pool.report_loss = lambda engine, death, returns: run.processes.restart(engine)
+    run.pool.report_losses_to(lambda engine, death, returns: run.processes.restart(engine))
     run.processes.engines[1].kill()
     run.ask()
     assert run.pool.serving_engines() == {0} and not run.processes.engines[1].died

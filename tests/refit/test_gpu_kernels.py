@@ -198,7 +198,7 @@ def test_where_more_than_an_eighth_changed_all_bytes_go(interpreted):
 
 
 def _count_reads(experts: int) -> tuple[int, int]:
-    """How often each side reads a number of a delta of so many matrices."""
+    """Return the numbers that each side reads for a delta of so many matrices."""
     parts = [fp8(f"experts.{i}.weight", 128, 256) for i in range(experts)]
     patch = _believe(True)
     try:
@@ -221,7 +221,7 @@ def test_no_number_is_read_for_each_piece(interpreted):
 
 
 def _refusal(damage: str) -> str:
-    """What the engine says of a delta that is damaged on its way."""
+    """Return the engine's words about a delta that is damaged on its way."""
 
     def change(number: int, message: Message) -> list[Message]:
         at = 0

@@ -5,32 +5,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from nemo_fp8rl.refit.digest import bytes_of
 from nemo_fp8rl.workers import WorkerDied
 from tests.refit.memory_engine import MemoryEngine, Tampered
-from tests.refit.test_bridge import DOWN, UP, Run, flip, flip_a_byte, once, refuses, senders
+from tests.refit.test_bridge import DOWN, UP, Run, flip, flip_a_byte, once, refuses, runs, senders
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def one(engines: int = 2, **how: Any) -> Run:
-        torch.manual_seed(0)
-        runs.append(Run(engines, **how))
-        return runs[-1]
-
-    yield one
-    for run in runs:
-        for engine in run.engines.engines:
-            engine.kill()
-        run.trainer.close()
+    with runs() as start:
+        yield start
 
 
 def bits(engine: MemoryEngine) -> dict[str, bytes]:
-    """What the engine would generate from."""
+    """The bytes from which the engine would generate."""
     return {
         name: b"".join(bytes_of(t).numpy().tobytes() for t in content.tensors)
         for name, content in engine.read().items()
@@ -38,7 +27,7 @@ def bits(engine: MemoryEngine) -> dict[str, bytes]:
 
 
 def same(run: Run) -> bool:
-    """Whether all engines generate from the same bytes of the committed version."""
+    """True if all engines generate from the same bytes of the committed version."""
     first, *others = run.engines.engines
     versions = {engine.policy_version for engine in run.engines.engines}
     return versions == {run.bridge.version} and all(bits(engine) == bits(first) for engine in others)

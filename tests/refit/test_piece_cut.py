@@ -1,4 +1,4 @@
-"""What is cut for the pieces of a push serves later ones, and never hides a new value or other memory."""
+"""The cuts of a push serve later ones, and never hide a new value or other memory."""
 
 from typing import Any
 

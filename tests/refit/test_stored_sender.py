@@ -1,4 +1,4 @@
-"""What an engine passes on is to the bit what the trainer sent it, whatever its format and its place in memory."""
+"""An engine passes on, to the bit, what the trainer sent it, whatever its format and its place in memory."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor

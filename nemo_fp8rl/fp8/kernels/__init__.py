@@ -16,6 +16,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from importlib import metadata
+from types import ModuleType
 from typing import Protocol, cast, get_args
 
 import torch
@@ -107,6 +108,15 @@ def _module(kernel: str) -> Kernel:
 
 
 @functools.cache
+def load_triton(name: str) -> ModuleType | None:
+    """Return a module of Triton's kernels in this folder; None where Triton is not installed."""
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ImportError:
+        return None
+
+
+@functools.cache
 def load_emulation(device: str) -> Callable[[Tensor, Block, ScaleRule, torch.dtype], Tensor]:
     """Return quantize_dequantize(x, block, rule, dtype) of the cpu kernel where it runs, else of `emulate`."""
     if resolve("auto", device) == "cpu":
@@ -140,8 +150,5 @@ def why_unavailable(kernel: str, device: str) -> str:
 
 def _is_triton_interpreted() -> bool:
     """Return whether Triton runs its kernels on the CPU, value by value (TRITON_INTERPRET=1 at their import)."""
-    try:
-        from nemo_fp8rl.fp8.kernels import triton_kernels
-    except ImportError:
-        return False
-    return triton_kernels.IS_INTERPRETED
+    triton_kernels = load_triton("triton_kernels")
+    return triton_kernels is not None and triton_kernels.IS_INTERPRETED

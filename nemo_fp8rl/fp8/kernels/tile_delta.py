@@ -3,7 +3,6 @@
 What is here in torch is the specification, and what a CPU uses. `triton_tiles` has the kernels, for a GPU with Triton.
 """
 
-import functools
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -11,21 +10,13 @@ import torch
 from torch import Tensor
 
 from nemo_fp8rl.fp8.delta import DeltaError
+from nemo_fp8rl.fp8.kernels import load_triton
 from nemo_fp8rl.fp8.kernels.tile_format import HEADER, MAGIC, MAX_BYTES, ROW, TILE, body_capacity, body_start, tiles_of
 
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:
     """Return `triton_tiles` where it runs on the tensor's device; else None."""
-    return _kernels() if tensor.is_cuda else None
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    try:
-        from nemo_fp8rl.fp8.kernels import triton_tiles
-    except ImportError:
-        return None
-    return triton_tiles
+    return load_triton("triton_tiles") if tensor.is_cuda else None
 
 
 def pack(old: Tensor, new: Tensor) -> Tensor | None:

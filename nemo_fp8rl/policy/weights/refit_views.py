@@ -40,7 +40,7 @@ class RefitViews:
         self._plain: list[tuple[Tensor, Tensor]] = []
         self._fp8: list[tuple[Any, BlockScaled]] = []
         self._bases: list[tuple[Any, Any]] = []
-        """What the views are of: parameters, and layers, each with its memory."""
+        """The parameters and layers of the views, each with its memory."""
         self._views: list[tuple[str, Part]] | None = None
 
     def get(self) -> list[tuple[str, Part]]:

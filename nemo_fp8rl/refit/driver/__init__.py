@@ -1,1 +1,1 @@
-"""What the driver of a refit knows: the links of the engines, which engine gives what to which, full or delta."""
+"""The driver's side of a refit: the links of the engines, which engine gives what to which, full or delta."""

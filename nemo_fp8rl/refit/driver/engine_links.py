@@ -11,7 +11,7 @@ from nemo_fp8rl.refit.route_plan import Links, bucket_memory, plan
 
 
 class EngineLinks:
-    """What the driver knows of each engine and its links.
+    """The driver's knowledge of each engine and its links.
 
     bucket_bytes:   bytes of all buckets of a process's links, each twice
 

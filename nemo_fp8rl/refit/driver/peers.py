@@ -5,9 +5,9 @@ of these pieces. It generates meanwhile, where it may: its weights are only read
 
 Where several engines share a machine without a trainer rank, one of them, the leader, gets each version from the
 trainer and the others, its followers, from the leader: then every byte crosses the network once. The leader passes on
-what it has loaded and verified, a delta as the delta that came, because whole pieces would take longer even within the
-machine. A machine's first version comes from the trainer alone, because only then it is known whether the engines
-can pass all of it on. An engine that keeps a tensor in another form than it came is no source.
+what it has loaded and verified, and a delta as it came, which costs the leader no work. A machine's first version
+comes from the trainer alone, because only then it is known whether the engines can pass all of it on. An engine that
+keeps a tensor in another form than it came is no source.
 """
 
 import logging

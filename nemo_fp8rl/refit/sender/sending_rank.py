@@ -23,7 +23,7 @@ both sides share a process."""
 
 
 class Sender(Protocol):
-    """What reads a rank's weights and sends them: `WeightSender` in a trainer, `StoredSender` in an engine.
+    """Reads a rank's weights and sends them: `WeightSender` in a trainer, `StoredSender` in an engine.
 
     owner: "trainer" or "engine", for error messages
     """

@@ -27,7 +27,7 @@ class SharedFile:
 
     @property
     def fields(self) -> dict[str, int]:
-        """What `map_file` needs, numbers for JSON."""
+        """The numbers that `map_file` needs, for JSON."""
         status = os.fstat(self._descriptor)
         return {
             "process": os.getpid(),
